@@ -1,0 +1,75 @@
+# Table of contents of the workflow. Each rule is one command of `python -m pipeline`, which also runs by hand.
+#
+#   snakemake --profile config/profiles/local                                            all of config/smoke.yaml, here
+#   snakemake --profile config/profiles/slurm --config config=config/paper.yaml site=config/sites/slurm.yaml
+#   snakemake --profile config/profiles/local accuracy                                   one experiment
+#   snakemake --profile config/profiles/local --forcerun measure -- accuracy             compute its failed cells again
+#
+# Failed cells do not stop the workflow: the tables show them with their reasons, and the status at the end names them.
+# Cells that were not reached, or a run in which no cell at all succeeded, are errors.
+# `python -m pipeline workflow ...` instead of `snakemake ...` also forwards signals that are sent to it alone.
+import sys
+from pathlib import Path
+
+from snakemake.utils import min_version
+
+min_version("9.0")
+sys.path.insert(0, workflow.basedir)
+
+from pipeline import config as configuration, site as sites
+
+CONFIG = Path(config.get("config", "config/smoke.yaml"))
+SITE = Path(config.get("site", "config/sites/local.yaml"))
+PYTHON = config.get("python", sys.executable)
+SETTINGS = configuration.read(CONFIG)
+RESULTS = config.get("results", f"results/{SETTINGS.name}")
+SHOWN = [f"{RESULTS}/claims.md", f"{RESULTS}/report.html"]
+# measurements on this machine must not run side by side; those in Slurm's jobs may
+THREADS = workflow.cores if sites.load(SITE).executor == "local" else 1
+
+
+wildcard_constraints:
+    experiment="accuracy|determinism|ablation|kernel_time|step_time",
+
+onsuccess:
+    shell("{PYTHON} -m pipeline status {RESULTS}")
+
+rule all:
+    input: SHOWN
+
+rule accuracy:
+    input: f"{RESULTS}/jobs/accuracy.done"
+
+rule determinism:
+    input: f"{RESULTS}/jobs/determinism.done"
+
+rule ablation:
+    input: f"{RESULTS}/jobs/ablation.done"
+
+rule kernel_time:
+    input: f"{RESULTS}/jobs/kernel_time.done"
+
+rule step_time:
+    input: f"{RESULTS}/jobs/step_time.done"
+
+rule tables:
+    input: f"{RESULTS}/claims.md"
+
+rule report:
+    input: f"{RESULTS}/report.html"
+
+rule measure:
+    input: CONFIG, SITE
+    output: touch(f"{RESULTS}/jobs/{{experiment}}.done")
+    log: f"{RESULTS}/jobs/logs/snakemake-{{experiment}}.log"
+    threads: THREADS
+    resources: mem_mb=16000
+    shell: "exec {PYTHON} -m pipeline run --config {CONFIG} --site {SITE} --results {RESULTS} --experiment {wildcards.experiment}"
+           " --keep-going --no-tables > {log} 2>&1"
+
+rule write_tables:
+    input: expand(f"{RESULTS}/jobs/{{experiment}}.done", experiment=SETTINGS.experiments())
+    output: SHOWN
+    log: f"{RESULTS}/jobs/logs/snakemake-tables.log"
+    resources: mem_mb=4000
+    shell: "exec {PYTHON} -m pipeline tables {RESULTS} > {log} 2>&1"

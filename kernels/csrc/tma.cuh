@@ -1,0 +1,65 @@
+// Bulk copies of Hopper and the memory barriers they complete on.
+#pragma once
+#include <cuda.h>
+
+#include "common.cuh"
+
+namespace turbopair {
+
+__device__ __forceinline__ void barrier_init(uint32_t bar, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(bar), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory"); }
+__device__ __forceinline__ void barrier_expect(uint32_t bar, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(bar), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint32_t bar) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(bar) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity) {
+    asm volatile(
+        "{\n.reg .pred p;\nWAIT:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+        "@p bra DONE;\nbra WAIT;\nDONE:\n}\n" ::"r"(bar),
+        "r"(parity)
+        : "memory");
+}
+// Loads the box of `map` at (0, head, row, slice, batch); elements outside the tensor become zero.
+__device__ __forceinline__ void tma_load(uint32_t dst, const CUtensorMap *map, uint32_t bar, int head, int row, int slice, int batch) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];\n" ::"r"(dst),
+        "l"(map), "r"(bar), "r"(0), "r"(head), "r"(row), "r"(slice), "r"(batch)
+        : "memory");
+}
+// Stores a box; elements outside the tensor are dropped.
+__device__ __forceinline__ void tma_store(const CUtensorMap *map, uint32_t src, int head, int row, int slice, int batch) {
+    asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];\n" ::"l"(map), "r"(src), "r"(0), "r"(head),
+                 "r"(row), "r"(slice), "r"(batch)
+                 : "memory");
+}
+__device__ __forceinline__ void bulk_load(uint32_t dst, const void *src, uint32_t bytes, uint32_t bar) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(dst), "l"(src), "r"(bytes),
+                 "r"(bar)
+                 : "memory");
+}
+__device__ __forceinline__ void prefetch_map(const CUtensorMap *map) {
+    asm volatile("prefetch.tensormap [%0];\n" ::"l"(map) : "memory");
+}
+
+// Position in a ring of stages: index and the parity of the pass over it.
+struct RingPosition {
+    int stage = 0;
+    uint32_t phase = 0;
+    __device__ __forceinline__ void advance(int stages) {
+        if (++stage == stages) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+// Host: tensor map of a [batch, slices, rows, heads, head_dim] bf16 tensor, boxes of `box_rows` rows of one head.
+int make_tensor_map(CUtensorMap *map, const void *base, int64_t head_dim, int64_t heads, int64_t rows, int64_t slices, int64_t batch, int64_t stride_h,
+                    int64_t stride_n, int64_t stride_i, int64_t stride_b, int box_rows);
+
+}  // namespace turbopair

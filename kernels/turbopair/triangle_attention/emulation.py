@@ -1,0 +1,141 @@
+"""The kernels' arithmetic for bf16 inputs in plain PyTorch: the same rounding points and the same orders of summation.
+
+It lets the operator, and every experiment on it, run without a GPU, and it says what accuracy the kernels should reach. Its bits
+are its own (a matrix product adds in another order than a tensor core); what it shares with the kernels is what decides the error:
+
+* scores, exponentials and sums in fp32; keys in tiles of 64 with a running maximum;
+* P of a tile rounded to bf16 before P v (``split_p``: the sum of two bf16);
+* out rounded to bf16; ``residual``: also bf16(O_fp32 - out), so that Delta = rowsum(dout * (out + residual)) sees O_fp32;
+* backward: P from lse in fp32, rounded to bf16 for dv; dS rounded to bf16 for dq and dk (``split_ds``: the sum of two bf16);
+* dbias: fp32 sum of the unrounded dS over slices, in slice order.
+
+Layout and mask conventions are those of :mod:`turbopair.triangle_attention.reference`.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from turbopair.triangle_attention.contract import PRECISIONS
+from turbopair.triangle_attention.reference import chunks, heads_first, mask_terms
+
+TILE = 64
+_F32 = torch.float32
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float, precision: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (out bf16 like q, residual bf16 like q or empty for "plain", lse fp32 ``[B, I, H, Nq]``)."""
+    flags = PRECISIONS[precision]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    residual = torch.empty(q.shape if flags.residual else (0,), dtype=q.dtype, device=q.device)
+    lse = torch.empty((*q.shape[:2], q.shape[3], q.shape[2]), dtype=_F32, device=q.device)
+    for b, part in chunks(q, k, _F32.itemsize):
+        exact, lse[b, part] = _softmax_v(
+            heads_first(q[b, part], _F32),
+            heads_first(k[b, part], _F32),
+            heads_first(v[b, part], _F32),
+            bias[b].to(_F32),
+            None if mask is None else mask[b, part],
+            scale,
+            flags.split_p,
+        )
+        exact = exact.transpose(1, 2)
+        out[b, part] = exact
+        if flags.residual:
+            residual[b, part] = exact - out[b, part].to(_F32)
+    return out, residual, lse
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    residual: Tensor,
+    lse: Tensor,
+    scale: float,
+    precision: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv in q's dtype, dbias in bias's dtype) from what :func:`forward` saved."""
+    flags = PRECISIONS[precision]
+    dq, dk, dv = (torch.empty(tensor.shape, dtype=tensor.dtype, device=q.device) for tensor in (q, k, v))
+    dbias = torch.zeros(bias.shape, dtype=_F32, device=q.device)
+    for b, part in chunks(q, k, _F32.itemsize):
+        qs, ks, vs, do = (heads_first(tensor[b, part], _F32) for tensor in (q, k, v, dout))
+        scores = (qs @ ks.mT).mul_(scale).add_(bias[b].to(_F32))
+        dead = None
+        if mask is not None:
+            excluded, additive, dead = mask_terms(mask[b, part], _F32)
+            if additive is not None:
+                scores.add_(additive[:, None, None, :])
+            scores.masked_fill_(excluded[:, None, None, :], -torch.inf)
+        p = scores.sub_(lse[b, part].unsqueeze(-1)).exp_()
+        kept = heads_first(out[b, part], _F32)
+        if flags.residual:
+            kept = kept + heads_first(residual[b, part], _F32)
+        delta = (do * kept).sum(-1, keepdim=True)
+        # p is exactly zero in dead slices, and dS with it.
+        ds = (do @ vs.mT).sub_(delta).mul_(p)
+
+        dv_part = _tiled_product(_round(p).mT, do)
+        if dead is not None:
+            dv_part[dead] = (do[dead].sum(-2, keepdim=True) / k.shape[2]).expand_as(dv_part[dead])
+        dv[b, part] = dv_part.transpose(1, 2)
+        for row in ds:
+            dbias[b] += row
+        high = _round(ds)
+        ds = high + _round(ds - high) if flags.split_ds else high
+        dq[b, part] = _tiled_product(ds, ks).mul_(scale).transpose(1, 2)
+        dk[b, part] = _tiled_product(ds.mT, qs).mul_(scale).transpose(1, 2)
+    return dq, dk, dv, dbias.to(bias.dtype)
+
+
+def _softmax_v(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float, split_p: bool) -> tuple[Tensor, Tensor]:
+    """O in fp32 ``[I, H, Nq, D]`` and lse ``[I, H, Nq]`` by one pass over key tiles; fp32 inputs ``[I, H, N, D]``."""
+    keys = k.shape[-2]
+    maximum = q.new_full((*q.shape[:-1], 1), -torch.inf)
+    total = torch.zeros_like(maximum)
+    accumulator = torch.zeros_like(q)
+    excluded, additive, dead = (None, None, None) if mask is None else mask_terms(mask, _F32)
+    for start in range(0, keys, TILE):
+        tile = slice(start, start + TILE)
+        scores = (q @ k[..., tile, :].mT).mul_(scale).add_(bias[..., tile])
+        if additive is not None:
+            scores.add_(additive[:, None, None, tile])
+        if excluded is not None:
+            scores.masked_fill_(excluded[:, None, None, tile], -torch.inf)
+        new_maximum = torch.maximum(maximum, scores.amax(-1, keepdim=True))
+        # Until a key is allowed the maximum is -inf; any finite value serves, as everything it is subtracted from is -inf.
+        pivot = new_maximum.masked_fill(new_maximum == -torch.inf, 0.0)
+        rescale = (maximum - pivot).exp()
+        p = scores.sub_(pivot).exp_()
+        total = total * rescale + p.sum(-1, keepdim=True)
+        high = _round(p)
+        product = high @ v[..., tile, :]
+        if split_p:
+            product += _round(p - high) @ v[..., tile, :]
+        accumulator = accumulator * rescale + product
+        maximum = new_maximum
+    if dead is not None:
+        accumulator[dead] = v[dead].mean(-2, keepdim=True).expand_as(accumulator[dead])
+        total[dead], maximum[dead] = 1.0, math.log(keys)
+    return accumulator / total, (maximum + total.log()).squeeze(-1)
+
+
+def _tiled_product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` in fp32, the contracted dimension added in tiles of 64 in order."""
+    result = a[..., :TILE] @ b[..., :TILE, :]
+    for start in range(TILE, a.shape[-1], TILE):
+        result += a[..., start : start + TILE] @ b[..., start : start + TILE, :]
+    return result
+
+
+def _round(tensor: Tensor) -> Tensor:
+    """Round fp32 to bf16 and keep it in fp32, where products of two such numbers are exact."""
+    return tensor.to(torch.bfloat16).to(_F32)

@@ -1,0 +1,223 @@
+"""The command line: `python -m pipeline plan|run|work|status|tables|show|doctor|config|workflow`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from enum import StrEnum
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, ParamSpec
+
+import typer
+
+from pipeline import REPOSITORY
+from pipeline.cells import EXPERIMENTS
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+ExperimentName = StrEnum("ExperimentName", {name: name for name in EXPERIMENTS})  # type: ignore[misc]
+P = ParamSpec("P")
+
+ConfigOption = Annotated[Path, typer.Option("--config", help="What to run (YAML, see config/).")]
+SiteOption = Annotated[Path | None, typer.Option("--site", help="Where to run (YAML, see config/sites/); left out: this machine.")]
+ResultsOption = Annotated[Path | None, typer.Option("--results", help="Folder of the run; left out: results/<name of the configuration>.")]
+SetOption = Annotated[list[str], typer.Option("--set", help="Change a value of the configuration: key=value, such as accuracy.cases=2.")]
+SiteSetOption = Annotated[list[str], typer.Option("--set-site", help="Change a value of the site: key=value.")]
+ExperimentOption = Annotated[
+    list[ExperimentName], typer.Option("--experiment", "-e", help="Only this experiment; may be given several times.")
+]
+SMOKE = Path("config/smoke.yaml")
+
+
+def _clear_errors(command: Callable[P, None]) -> Callable[P, None]:
+    """Errors that are the user's to mend are printed as text, without a traceback."""
+
+    @wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
+        from pipeline.folder import FolderError
+        from pipeline.launch import LaunchError, Stopped
+        from pipeline.loading import ConfigError
+        from pipeline.records import RecordWriteError
+
+        try:
+            command(*args, **kwargs)
+        except (ConfigError, FolderError, LaunchError) as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(2) from None
+        except RecordWriteError as error:
+            typer.echo(f"error: {error.strerror}", err=True)
+            raise typer.Exit(2) from None
+        except Stopped as stop:
+            typer.echo("stopped; the same command carries on with the cells that are left", err=True)
+            raise typer.Exit(128 + stop.number) from None
+
+    return wrapped
+
+
+def _names(experiments: list[ExperimentName]) -> list[str] | None:
+    return [str(name.value) for name in experiments] or None
+
+
+@app.command()
+@_clear_errors
+def plan(config: ConfigOption = SMOKE, set_: SetOption = [], experiment: ExperimentOption = [], ids: bool = False) -> None:  # noqa: B006
+    """Print how many cells a configuration has; with --ids also the id of each."""
+    from collections import Counter
+
+    from pipeline import config as configuration
+    from pipeline.plan import plan as make_plan
+
+    cells = make_plan(configuration.load(config, set_), _names(experiment))
+    if ids:
+        for cell in cells:
+            typer.echo(cell.id)
+        return
+    counts = Counter((cell.experiment, cell.implementation) for cell in cells)
+    for (name, implementation), number in counts.items():
+        typer.echo(f"{name:12} {implementation:24} {number:6}")
+    typer.echo(f"{'all':37} {len(cells):6}")
+
+
+@app.command()
+@_clear_errors
+def run(
+    config: ConfigOption = SMOKE,
+    site: SiteOption = None,
+    results: ResultsOption = None,
+    experiment: ExperimentOption = [],  # noqa: B006
+    set_: SetOption = [],  # noqa: B006
+    set_site: SiteSetOption = [],  # noqa: B006
+    keep_going: Annotated[bool, typer.Option(help="Exit with 0 although cells failed: the tables show them with their reasons.")] = False,
+    tables: Annotated[bool, typer.Option(help="Write the tables at the end.")] = True,
+) -> None:
+    """Compute every cell that has no result yet, then write the tables.
+
+    Exit status: 0 when all went well; 1 when cells failed (they are named, the others were finished); 2 when no cell succeeded or
+    nothing could be computed; 128 + signal when stopped. With --keep-going failed cells are no error, missing ones are.
+    """
+    from pipeline import config as configuration
+    from pipeline import launch
+    from pipeline import site as sites
+    from pipeline.status import write_status
+
+    settings = configuration.load(config, set_)
+    root = results or Path("results") / settings.name
+    summary = launch.run(settings, sites.load(site, set_site), root, experiments=_names(experiment), say=typer.echo)
+    write_status(root)
+    typer.echo(summary.text())
+    if tables and summary.succeeded:
+        _write_tables(root)
+    if summary.exit_status and not (keep_going and not summary.missing):
+        raise typer.Exit(summary.exit_status)
+
+
+@app.command()
+def work(
+    cells: Annotated[Path, typer.Option(help="Chunk file written by the launcher.")],
+    results: Annotated[Path, typer.Option(help="Folder of the run.")],
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    threads: int = 0,
+    attached: bool = False,
+    rank: bool = False,
+) -> None:
+    """Compute the cells of a chunk on this machine (started by `run`, here or in a job)."""
+    from pipeline import work as worker
+
+    raise typer.Exit(worker.work(cells, results, device=device, threads=threads, attached=attached, rank=rank))
+
+
+@app.command()
+@_clear_errors
+def status(results: Annotated[Path, typer.Argument(help="Folder of the run.")] = Path("results/smoke")) -> None:
+    """What is done, missing and failed, by experiment and implementation, with the reasons."""
+    from pipeline.status import print_status
+
+    print_status(results)
+
+
+@app.command()
+@_clear_errors
+def tables(results: Annotated[Path, typer.Argument(help="Folder of the run.")] = Path("results/smoke")) -> None:
+    """Write tables, figures, claims.md and report.html from the records."""
+    _write_tables(results)
+
+
+@app.command()
+@_clear_errors
+def show(experiment: ExperimentName, results: Annotated[Path, typer.Argument(help="Folder of the run.")] = Path("results/smoke")) -> None:
+    """Print the table of one experiment in the terminal."""
+    from rich.console import Console
+
+    from pipeline.folder import RunFolder
+    from pipeline.plan import plan as make_plan
+    from pipeline.show import show as print_table
+
+    folder = RunFolder(results)
+    print_table(str(experiment.value), folder.store.read_all().records, Console(), make_plan(folder.read_config()))
+
+
+@app.command()
+@_clear_errors
+def doctor(site: SiteOption = None) -> None:
+    """What this machine can run, and what to do about the rest."""
+    from pipeline.doctor import print_report
+
+    raise typer.Exit(0 if print_report(site) else 1)
+
+
+@app.command("config")
+@_clear_errors
+def config_(
+    files: Annotated[list[Path], typer.Argument(help="Experiment or site files to check.")] = [],  # noqa: B006
+    write: Annotated[bool, typer.Option("--write", help="Generate config/schema/*.json and config/REFERENCE.md anew.")] = False,
+) -> None:
+    """Check configuration files, or generate the schema and the reference of all keys."""
+    from pipeline import config as configuration
+    from pipeline import schema
+    from pipeline import site as sites
+    from pipeline.loading import read_mapping
+
+    if write:
+        for path, text in schema.generated().items():
+            target = REPOSITORY / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text, encoding="utf-8")
+            typer.echo(path)
+    for file in files:
+        if "executor" in read_mapping(file):
+            sites.load(file)
+        else:
+            configuration.load(file)
+        typer.echo(f"{file}: good")
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def workflow(context: typer.Context) -> None:
+    """Run snakemake with the arguments given, and forward signals to everything it started (Ctrl-C, SIGTERM, SIGHUP)."""
+    from pipeline.workflow import snakemake
+
+    raise typer.Exit(snakemake(context.args))
+
+
+def _write_tables(root: Path) -> None:
+    from pipeline.folder import FolderError, RunFolder
+    from pipeline.tables import write_all
+
+    folder = RunFolder(root)
+    config = folder.read_config()
+    reading = folder.store.read_all()
+    for damaged in reading.damaged:
+        typer.echo(f"{damaged}; left out of the tables, the next run computes it again", err=True)
+    gpus = sorted({str(gpu["name"]) for record in reading.records if (gpu := record.environment.get("gpu"))})
+    if len(gpus) > 1:
+        typer.echo(f"warning: records of {len(gpus)} GPU models in one run ({', '.join(gpus)}); the tables keep them apart", err=True)
+    if not any(record.status == "ok" for record in reading.records):
+        raise FolderError(f"{root}: no cell has succeeded, so there is nothing to make tables of; see `python -m pipeline status {root}`")
+    write_all(reading.records, config, folder.root)
+    typer.echo(f"tables: {root / 'tables'}  claims: {root / 'claims.md'}  report: {root / 'report.html'}")
+
+
+def main() -> None:
+    """Entry point."""
+    sys.path[:0] = [] if str(REPOSITORY) in sys.path else [str(REPOSITORY)]
+    app()

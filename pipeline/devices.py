@@ -1,0 +1,66 @@
+"""Which devices a machine offers, found without importing PyTorch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+#: A device for PyTorch, and the environment variables that make it the only visible one.
+Device = tuple[str, dict[str, str]]
+
+
+class NoDevice(RuntimeError):
+    """The device asked for is not there."""
+
+
+def gpus() -> list[str]:
+    """The visible GPUs as entries for ``CUDA_VISIBLE_DEVICES``; empty on a machine without a driver."""
+    count = _driver_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [str(number) for number in range(count)]
+    return [entry.strip() for entry in visible.split(",") if entry.strip()][:count]
+
+
+def _driver_count() -> int:
+    try:
+        import pynvml
+    except ImportError:  # the driver's own program tells as well
+        if shutil.which("nvidia-smi") is None:
+            return 0
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+        return sum(line.startswith("GPU ") for line in listing.splitlines())
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # no driver, or no GPU behind it
+        return 0
+    try:
+        return int(pynvml.nvmlDeviceGetCount())
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def usable(device: str) -> bool:
+    """Whether this process can still compute on ``device``: some CUDA errors leave a process that cannot."""
+    if device == "cpu":
+        return True
+    import torch
+
+    try:
+        torch.cuda.synchronize(device)
+        return bool(torch.ones(1, device=device).item() == 1)
+    except RuntimeError:
+        return False
+
+
+def choose(wanted: str) -> list[Device]:
+    """One entry for each worker: every visible GPU, or the CPU. Raises :class:`NoDevice`."""
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise NoDevice(f"device: {wanted!r} is not accepted; accepted: auto, cpu, cuda")
+    found = [] if wanted == "cpu" else gpus()
+    if found:
+        return [("cuda:0", {"CUDA_VISIBLE_DEVICES": entry}) for entry in found]
+    if wanted == "cuda":
+        raise NoDevice("device: cuda was asked for and no GPU is visible; see `python -m pipeline doctor`, or use `device: auto`")
+    return [("cpu", {})]

@@ -1,0 +1,39 @@
+"""Determinism: whether repeated calls give the same bits, for the output and each gradient."""
+
+from __future__ import annotations
+
+import torch
+
+from pipeline.cells import Cell
+from pipeline.experiments import shared
+from pipeline.experiments.accuracy import WrongResult
+from pipeline.implementations.base import RESULTS
+
+#: calls compared, unless the cell's option ``calls`` says otherwise; the paper's number
+CALLS = 5
+
+
+def run(cell: Cell, device: torch.device) -> dict[str, float | int | bool | str]:
+    """``calls``, and ``bitwise.t`` for t in out, dq, dk, dv, dbias: every call gave the bits of the first.
+
+    Each call is a forward and a backward on the same inputs in one process; nothing is claimed across machines.
+    """
+    calls = int(cell.options.get("calls", CALLS))
+    if calls < 2:
+        raise ValueError(f"calls is {calls}; comparing needs at least 2")
+    bound = shared.bind(cell, device)
+    first = shared.results(bound)
+    for name in RESULTS:
+        if not torch.isfinite(first[name]).all():
+            raise WrongResult(f"{name} is non-finite (NaN or infinite)")
+    same = dict.fromkeys(RESULTS, True)
+    for _ in range(calls - 1):
+        again = shared.results(bound)
+        for name in RESULTS:
+            same[name] = same[name] and torch.equal(_bits(first[name]), _bits(again[name]))
+    return {"calls": calls, **{f"bitwise.{name}": equal for name, equal in same.items()}}
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bit patterns, so that 0 and -0 differ."""
+    return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)

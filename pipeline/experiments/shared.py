@@ -1,0 +1,59 @@
+"""What the experiments on the operator share: the inputs and the FP64 reference of a case, and running a peer once.
+
+Cells of one case lie side by side in a run, so the cache holds one case: its inputs, and its reference when asked for.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from pipeline import implementations, inputs
+from pipeline.cells import Cell
+from pipeline.implementations import Bound, Unsupported
+from pipeline.inputs import Case, Inputs
+from turbopair.triangle_attention.reference import reference
+
+
+def case_of(cell: Cell) -> Case:
+    """The input case of a cell."""
+    return Case.of(cell)
+
+
+@lru_cache(maxsize=1)
+def inputs_for(case: Case, device: torch.device) -> Inputs:
+    """The inputs of a case on a device; the last case is kept."""
+    return inputs.make(case, device)
+
+
+@lru_cache(maxsize=1)
+def reference_for(case: Case, device: torch.device) -> dict[str, torch.Tensor]:
+    """out, dq, dk, dv ``[I, N, H, D]`` and dbias ``[H, N, N]`` in FP64, on the device; the last case is kept."""
+    given = inputs_for(case, device)
+    mask = None if given.mask is None else given.mask[None]
+    result = reference(given.q[None], given.k[None], given.v[None], given.bias[None], mask, given.scale, given.dout[None])
+    return {name: result[name][0] for name in implementations.base.RESULTS}
+
+
+def bind(cell: Cell, device: torch.device) -> Bound:
+    """The cell's implementation, bound to the inputs of its case. Raises Unsupported or NotInstalled with the reason."""
+    implementation = implementations.get(cell.implementation)
+    case = case_of(cell)
+    reason = implementation.supports(case, device)
+    if reason is not None:
+        raise Unsupported(reason)
+    return implementation.bind(inputs_for(case, device))
+
+
+def results(bound: Bound) -> dict[str, torch.Tensor]:
+    """Output and gradients of one forward and backward call, in canonical layout."""
+    out = bound.forward(grad=True)
+    bound.backward(out)
+    return bound.canonical(out)
+
+
+def forget() -> None:
+    """Drop the cached case (a test that replaces an implementation, or memory that is needed)."""
+    inputs_for.cache_clear()
+    reference_for.cache_clear()

@@ -1,0 +1,187 @@
+"""Time of one optimizer step of OpenFold3's real model on a real batch, by attention backend, from one process to many.
+
+Options of a cell: `nodes`, `ranks_per_node`, `warmup_steps`, `steps`, `size` ("full" or "reduced"), `recycles` (fixed, so that
+steps compare), and optionally `tf32` (on a GPU; default true: cuEquivariance's fp32 backward needs it, so all backends get it),
+`msa_rows` (default all, 32 when reduced), `timeout_s` (of a collective). A cell of several ranks is started once a rank,
+with torchrun's environment.
+
+A crop smaller than a stored batch is a window of that batch (see `pipeline.openfold.batches`); all ranks train on the same
+batch with different noise. Weights are random, with zero-initialised ones filled.
+"""
+
+import resource
+import statistics
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pipeline.cells import Cell
+from pipeline.implementations import NotInstalled, Unsupported
+from pipeline.openfold import batches, busy, model
+from pipeline.openfold import ranks as processes
+from pipeline.openfold.step import Outcome, TrainingStep, checksum
+
+if TYPE_CHECKING:
+    from pipeline.openfold.ranks import Ranks
+
+Metric = float | int | bool | str
+
+# phases on a GPU are timed in steps of their own: waiting for the GPU at each phase lengthens the step
+_GPU_PHASE_STEPS = 3
+
+
+def run(cell: Cell, device: torch.device) -> dict[str, Metric]:
+    """Metrics of one cell, the same on every rank (rank 0 is the one to record).
+
+    Times are in seconds, medians over the measured steps: `s.wall` of the slowest rank with `wall.p10`, `wall.p90` and, with
+    several ranks, `wall.rank<r>`; `s.<phase>` of rank 0, which add up to a step; `forward.<part>` inside the forward phase;
+    on a GPU `s.gpu_busy` (union of kernel and copy intervals without communication) and `gpu_communication`.
+    Also `loss` and `grad_norm` (last measured step, rank 0), `peak_bytes` (largest of the ranks; allocated during the measured
+    steps on a GPU, resident during the whole life of the process on a CPU), `dtype.*` as they were at a triangle attention,
+    `backend_calls` (in one step).
+
+    Raises NotInstalled or Unsupported with the reason; StepFailed, on every rank, when any rank fails or has a loss or gradient
+    that is not finite.
+    """
+    if cell.ranks != processes.world_size():
+        raise Unsupported(
+            f"the cell needs {cell.ranks} ranks and this is one of {processes.world_size()}; start one process a rank"
+            " with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set, as torchrun does"
+        )
+    tf32 = device.type == "cuda" and bool(cell.options.get("tf32", True))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    try:
+        with processes.join(device.type, float(cell.options.get("timeout_s", 300.0))) as ranks:
+            _check_usable(cell, ranks)
+            backend = model.find_backend(cell.implementation)
+            step, shape = _together(ranks, lambda: _prepare(cell, backend, ranks))
+            return {**_measure(cell, backend, step, ranks), **shape, "tf32": tf32, "ranks": ranks.world}
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _check_usable(cell: Cell, ranks: "Ranks") -> None:
+    """Raise what the first rank that cannot compute the cell says, on every rank."""
+    for rank, refusal in enumerate(ranks.gather(_refusal(cell, ranks.device))):
+        if refusal is not None:
+            kind, reason = refusal
+            raise kind(reason if ranks.world == 1 else f"rank {rank}: {reason}")
+
+
+def _refusal(cell: Cell, device: torch.device) -> tuple[type[Exception], str] | None:
+    try:
+        backend = model.find_backend(cell.implementation)
+        batches.for_tokens(cell.n)
+        model.require()
+    except ValueError as error:
+        return Unsupported, str(error)
+    except model.OpenFold3Missing as error:
+        return NotInstalled, str(error)
+    reason = model.unsupported(backend, cell.n, device)
+    if reason is not None:
+        return Unsupported, reason
+    reason = model.missing(backend)
+    return None if reason is None else (NotInstalled, reason)
+
+
+def _together(ranks: "Ranks", work: Any) -> Any:
+    """`work()`, unless it fails on some rank: then StepFailed on every rank."""
+    result: Any = None
+    problem: str | None = None
+    cause: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:
+        if ranks.world == 1:
+            raise
+        problem, cause = f"{type(error).__name__}: {error}", error
+    ranks.agree(problem, cause)
+    return result
+
+
+def _prepare(cell: Cell, backend: model.Backend, ranks: "Ranks") -> tuple[TrainingStep, dict[str, Metric]]:
+    size = str(cell.options.get("size", "full"))
+    recycles = int(cell.options.get("recycles", 1))
+    module = model.build(model.configure(backend, size, cell.n, cell.seed), cell.seed)  # type: ignore[arg-type]
+    model.fix_recycles(module.model, recycles)
+    if backend.attention_only:
+        model.keep_stock_multiplication(module.model)
+    stored = batches.for_tokens(cell.n)
+    rows = cell.options.get("msa_rows", 32 if size == "reduced" else None)
+    batch = batches.crop(batches.read(stored.name), cell.n, cell.seed, None if rows is None else int(rows))
+    for name, weight in model.loss_weights(cell.n).items():
+        batch["loss_weights"][name] = torch.tensor([weight])
+    model.seed_rank(cell.seed, ranks.rank)
+    shape: dict[str, Metric] = {
+        "batch": stored.name if stored.tokens == cell.n else f"{stored.name}, window of {cell.n}",
+        "atoms": batch["atom_mask"].shape[1],
+        "msa_rows": batch["msa"].shape[1],
+        "recycles": recycles,
+        "size": size,
+        "parameters": sum(p.numel() for p in module.model.parameters()),
+    }
+    return TrainingStep(module, batch, ranks, bf16=cell.dtype == "bf16"), shape
+
+
+def _measure(cell: Cell, backend: model.Backend, step: TrainingStep, ranks: "Ranks") -> dict[str, Metric]:
+    warmup, measured = int(cell.options.get("warmup_steps", 1)), int(cell.options.get("steps", 2))
+    if warmup < 1 or measured < 1:
+        raise ValueError(f"at least one warm-up and one measured step are needed; given {warmup} and {measured}")
+    cuda = ranks.device.type == "cuda"
+    with model.counting_calls(backend) as calls, model.recording_dtypes(step.model) as dtypes:
+        step()
+    if not calls[0]:
+        raise RuntimeError(f"OpenFold3's {backend.name} backend served no attention of the step: another took its place")
+    for _ in range(warmup - 1):
+        step()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    outcomes = [step() for _ in range(measured)]
+    peak = torch.cuda.max_memory_allocated() if cuda else _resident_peak()
+    phased = [step(synchronise=True) for _ in range(_GPU_PHASE_STEPS)] if cuda else outcomes
+    metrics: dict[str, Metric] = {}
+    if cuda:
+        work = busy.measure(step)
+        metrics |= {"s.gpu_busy": work.compute, "gpu_communication": work.communication, "gpu_events": work.events}
+    ranks.check_equal("sums over the weights after the last step", checksum(step.model))
+    walls = ranks.gather([outcome.wall for outcome in outcomes])
+    last = ranks.gather((outcomes[-1].loss, outcomes[-1].grad_norm))[0]
+    return {
+        **_wall(walls),
+        **_phases(ranks.gather(_medians(phased))[0]),
+        **metrics,
+        "loss": last[0],
+        "grad_norm": last[1],
+        "peak_bytes": max(ranks.gather(peak)),
+        "backend_calls": calls[0],
+        "warmup_steps": warmup,
+        "steps": measured,
+        **{f"dtype.{name}": value for name, value in dtypes.items()},
+    }
+
+
+def _wall(walls: list[list[float]]) -> dict[str, Metric]:
+    """Wall time a step; `walls` holds each rank's measured steps."""
+    medians = [statistics.median(wall) for wall in walls]
+    slowest = sorted(walls[medians.index(max(medians))])
+    quantile = torch.tensor(slowest, dtype=torch.float64).quantile(torch.tensor([0.1, 0.9], dtype=torch.float64)).tolist()
+    result: dict[str, Metric] = {"s.wall": max(medians), "wall.p10": quantile[0], "wall.p90": quantile[1]}
+    if len(walls) > 1:
+        result |= {f"wall.rank{rank}": median for rank, median in enumerate(medians)}
+    return result
+
+
+def _medians(outcomes: list[Outcome]) -> dict[str, float]:
+    return {name: statistics.median(outcome.seconds[name] for outcome in outcomes) for name in outcomes[0].seconds}
+
+
+def _phases(seconds: dict[str, float]) -> dict[str, Metric]:
+    """Phases become `s.<phase>`; parts of the forward phase keep their name, so that the `s.` add up to a step."""
+    return {name if "." in name else f"s.{name}": value for name, value in seconds.items()}
+
+
+def _resident_peak() -> int:
+    """Largest resident size of this process so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,117 @@
+"""The folder of a run: what it remembers, who may write to it, and what it still lacks.
+
+Layout of ``results/<run name>``::
+
+    config.yaml     the effective configuration, every default written out
+    records/        one file a cell (see :mod:`pipeline.records`)
+    jobs/           chunks, logs, job ids
+    tables/ figures/ claims.md report.html status.json
+
+A folder belongs to one configuration. It may be used with a changed one only if every cell of the old plan is also in
+the new one (cells were added); anything else is refused, because the tables of such a folder would mix two plans.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from pipeline.cells import Cell
+from pipeline.config import ExperimentConfig, dump
+from pipeline.loading import read_mapping, validate
+from pipeline.plan import plan
+from pipeline.records import RecordStore, write_atomically
+from pipeline.todo import Pending, pending
+
+
+class FolderError(RuntimeError):
+    """The folder cannot be used for this run; the text says what to do."""
+
+
+class RunFolder:
+    """The folder of one run."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = Path(root).absolute()
+        self.store = RecordStore(self.root)
+        self.jobs = self.root / "jobs"
+        self.logs = self.jobs / "logs"
+        self.config_path = self.root / "config.yaml"
+
+    def read_config(self) -> ExperimentConfig:
+        """The configuration that the folder remembers. Raises :class:`FolderError`."""
+        if not self.config_path.exists():
+            raise FolderError(f"{self.root} holds no run (no config.yaml); start one with `python -m pipeline run`, or name another folder")
+        return validate(ExperimentConfig, read_mapping(self.config_path), str(self.config_path))
+
+    def adopt(self, config: ExperimentConfig) -> None:
+        """Make the folder one of ``config``. Raises :class:`FolderError` when it is one of another configuration."""
+        if self.config_path.exists():
+            old = self.read_config()
+            if old == config:
+                return
+            kept = {cell.id for cell in plan(config)}
+            lost = [cell.id for cell in plan(old) if cell.id not in kept]
+            if lost:
+                raise FolderError(
+                    f"{self.root} belongs to another configuration: {len(lost)} of its cells are not in this one, such as {lost[0]}.\n"
+                    f"Different: {'; '.join(differences(old, config))}.\n"
+                    f"Use another --results folder, change the configuration back (it is in {self.config_path}), or remove the folder."
+                )
+        elif self.root.is_dir() and any(self.store.root.glob("*/*.json")):
+            raise FolderError(f"{self.root} has records and no config.yaml to tell what they are; use another --results folder")
+        write_atomically(self.config_path, dump(config))
+
+    def pending(self, cells: Iterable[Cell], kernel_digest: str) -> Pending:
+        """What is left to do; records that do not count are moved to ``records/stale``, leftovers of killed writers removed."""
+        self.store.remove_leftovers()
+        left = pending(cells, self.store, kernel_digest)
+        for record in left.stale:
+            self.store.set_aside(self.store.path(record.cell))
+        for damaged in left.damaged:
+            self.store.set_aside(damaged.path)
+        return left
+
+    @contextmanager
+    def lock(self, experiments: Iterable[str]) -> Iterator[None]:
+        """Hold the experiments for this process; two runs must not compute the same cells. Raises :class:`FolderError`."""
+        with ExitStack() as stack:
+            for experiment in sorted(experiments):
+                path = self.jobs / f".{experiment}.lock"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(path.open("a+", encoding="utf-8"))
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as error:
+                    if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                        continue  # a file system without locks; the user is trusted there
+                    file.seek(0)
+                    holder = file.read().strip() or "unknown"
+                    raise FolderError(f"another run ({holder}) is computing {experiment} in {self.root}; wait for it or stop it") from None
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+                file.flush()
+            yield
+
+
+def differences(old: ExperimentConfig, new: ExperimentConfig) -> list[str]:
+    """The keys in which two configurations differ, with both values."""
+    before, after = (dict(_flat(config.model_dump(mode="json", exclude_none=True))) for config in (old, new))
+    return [
+        f"{key}: {before.get(key, 'absent')} there, {after.get(key, 'absent')} here"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    ]
+
+
+def _flat(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in data.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

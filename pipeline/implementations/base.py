@@ -1,0 +1,202 @@
+"""What every implementation is: a name, a reason when it cannot, and a call bound to its own layout."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import TypeVar
+
+import torch
+
+from pipeline.inputs import Case, Inputs
+from pipeline.measure import quiet_profile
+
+Tensor = torch.Tensor
+#: native q, k, v, bias to the native output
+Call = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+#: OpenFold3's additive mask: 0 for a key that is attended, -1e9 for one that is not
+MASK_VALUE = -1e9
+GRADIENTS = ("dq", "dk", "dv", "dbias")
+RESULTS = ("out", *GRADIENTS)
+
+
+class Unsupported(Exception):
+    """The implementation is there and does not do this case; the text is the reason."""
+
+
+class NotInstalled(Exception):
+    """The implementation is not on this machine; the text says what to install, or why the import fails."""
+
+
+@dataclass
+class Bound:
+    """An implementation bound to the tensors of one case, in the layout that it wants.
+
+    Conversions to and from the canonical layout happen when it is made and in :meth:`canonical`, outside any timing.
+
+    ``call`` takes native q, k, v and bias; ``restore`` maps a native q, k or v (or its gradient) to ``[I, N, H, D]``,
+    ``restore_out`` the native output, ``restore_bias`` the native bias to ``[H, N, N]``.
+    """
+
+    call: Call
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor
+    dout: Tensor
+    restore: Callable[[Tensor], Tensor]
+    restore_out: Callable[[Tensor], Tensor]
+    restore_bias: Callable[[Tensor], Tensor]
+    _leaves: tuple[Tensor, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._leaves = tuple(tensor.detach().requires_grad_() for tensor in (self.q, self.k, self.v, self.bias))
+
+    def forward(self, grad: bool) -> Tensor:
+        """The native output. With ``grad`` it is attached to leaves whose gradients were cleared.
+
+        Without ``grad`` the inputs do not require gradients either: some peers choose their path by that.
+        """
+        if not grad:
+            with torch.no_grad():
+                return self.call(self.q, self.k, self.v, self.bias)
+        self.clear()
+        return self.call(*self._leaves)
+
+    def backward(self, out: Tensor) -> None:
+        """Fill the gradients of the native leaves from the native cotangent."""
+        out.backward(self.dout)
+
+    def clear(self) -> None:
+        """Drop the gradients."""
+        for leaf in self._leaves:
+            leaf.grad = None
+
+    def canonical(self, out: Tensor) -> dict[str, Tensor]:
+        """The output and, after :meth:`backward`, the four gradients, in canonical layout (views where possible).
+
+        Raises RuntimeError naming a gradient that the implementation did not give.
+        """
+        result = {"out": self.restore_out(out.detach())}
+        for name, leaf in zip(GRADIENTS, self._leaves, strict=True):
+            if leaf.grad is None:
+                raise RuntimeError(f"the implementation gave no {name}")
+            result[name] = self.restore_bias(leaf.grad) if name == "dbias" else self.restore(leaf.grad)
+        return result
+
+
+class Implementation(ABC):
+    """One way to compute triangle attention with its gradients.
+
+    A subclass sets ``name`` (registry and configuration), ``title`` (label in tables), ``distribution`` (the package
+    that holds it, None for PyTorch itself), and defines :meth:`supports` and :meth:`bind`.
+    """
+
+    name: str
+    title: str
+    distribution: str | None = None
+    needs_gpu: bool = False
+
+    def version(self) -> str:
+        """The version of what computes. Raises :class:`NotInstalled`."""
+        if self.distribution is None:
+            return str(torch.__version__)
+        try:
+            return importlib.metadata.version(self.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            raise NotInstalled(f"{self.distribution} is not installed (pip install {self.distribution})") from None
+
+    def supports(self, case: Case, device: torch.device) -> str | None:
+        """None when the case can run on ``device``, else the reason. Raises :class:`NotInstalled`."""
+        self.version()
+        if self.needs_gpu and device.type != "cuda":
+            return f"{self.title} needs an NVIDIA GPU; the device is {device.type}"
+        return self.limits(case, device)
+
+    @abstractmethod
+    def limits(self, case: Case, device: torch.device) -> str | None:
+        """The reason why this case is outside what the installed implementation documents, or None."""
+
+    @abstractmethod
+    def bind(self, inputs: Inputs) -> Bound:
+        """Bring the inputs into the native layout. Raises :class:`Unsupported` or :class:`NotInstalled`."""
+
+    def module(self, name: str) -> ModuleType:
+        """Import a module of the peer; a failure becomes :class:`NotInstalled` that carries the original error.
+
+        Warnings of the import are not shown, and a peer that changes the warning filters does not change ours.
+        """
+        version = self.version()
+        try:
+            # recorded, not ignored: some peers install filters of their own before they warn
+            with warnings.catch_warnings(record=True):
+                return importlib.import_module(name)
+        except Exception as error:  # a broken dependency may raise anything
+            raise NotInstalled(
+                f"{self.distribution} {version} is installed but {name} cannot be imported: {type(error).__name__}: {error}"
+            ) from error
+
+
+registered: dict[str, Implementation] = {}
+_Class = TypeVar("_Class", bound=type[Implementation])
+
+
+def register(cls: _Class) -> _Class:
+    """Class decorator: make the implementation known under its name. A name can be taken once."""
+    add(cls())
+    return cls
+
+
+def add(implementation: Implementation) -> None:
+    """Make one implementation known under its name."""
+    known = registered.get(implementation.name)
+    if known is not None and type(known).__qualname__ != type(implementation).__qualname__:
+        raise ValueError(f"two implementations have the name {implementation.name!r}: {type(known)} and {type(implementation)}")
+    registered[implementation.name] = implementation
+
+
+def head_major(tensor: Tensor) -> Tensor:
+    """``[..., N, H, D]`` to contiguous ``[..., H, N, D]``, and back."""
+    return tensor.transpose(-2, -3).contiguous()
+
+
+def additive_mask(inputs: Inputs, dtype: torch.dtype, value: float = MASK_VALUE) -> Tensor | None:
+    """The mask as ``[1, I, 1, 1, N]``: 0 where a key is attended, ``value`` where not; None without a mask."""
+    if inputs.mask is None:
+        return None
+    zero = torch.zeros(inputs.mask.shape, dtype=dtype, device=inputs.mask.device)
+    return zero.masked_fill_(~inputs.mask, value)[None, :, None, None, :]
+
+
+def bind_batched(inputs: Inputs, call: Call, *, heads_first: bool, out_heads_first: bool) -> Bound:
+    """A :class:`Bound` for a peer that takes 5-D tensors with one batch: bias ``[1, 1, H, N, N]`` and q, k, v either
+    ``[1, I, H, N, D]`` (``heads_first``) or ``[1, I, N, H, D]``; the output likewise by ``out_heads_first``."""
+
+    def native(tensor: Tensor, first: bool) -> Tensor:
+        return (head_major(tensor) if first else tensor)[None]
+
+    def restore(tensor: Tensor, first: bool) -> Tensor:
+        return tensor[0].transpose(-2, -3) if first else tensor[0]
+
+    q, k, v = (native(tensor, heads_first) for tensor in (inputs.q, inputs.k, inputs.v))
+    return Bound(
+        call=call, q=q, k=k, v=v, bias=inputs.bias[None, None], dout=native(inputs.dout, out_heads_first),
+        restore=lambda x: restore(x, heads_first), restore_out=lambda x: restore(x, out_heads_first), restore_bias=lambda x: x[0, 0],
+    )  # fmt: skip
+
+
+def watch_fallback(peer: str, call: Callable[[], object]) -> None:
+    """Run ``call`` once and raise :class:`Unsupported` when it computed its softmax with PyTorch operators.
+
+    A peer that silently takes its PyTorch path would otherwise be timed under its own name.
+    """
+    with quiet_profile() as profile:
+        call()
+    used = sorted({event.name for event in profile.events() if event.name in ("aten::softmax", "aten::_softmax", "aten::bmm")})
+    if used:
+        raise Unsupported(f"{peer} fell back to PyTorch for this case (it called {', '.join(used)})")

@@ -1,0 +1,105 @@
+"""The local executor: `python -m pipeline work` as a child process, in the site's container if it has one."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pipeline import REPOSITORY, container, devices
+from pipeline.folder import RunFolder
+from pipeline.launch import Event, LaunchError
+from pipeline.site import LocalSite
+from pipeline.todo import Chunk, Item, beside
+from pipeline.work import DISK_FULL
+
+POLL_S = 0.2
+STOP_S = 20.0
+
+
+class LocalExecutor:
+    """Computes items on this machine."""
+
+    def __init__(self, site: LocalSite, folder: RunFolder, template: Chunk, say: Callable[[str], None]) -> None:
+        self.say = say
+        self.site = site
+        self.folder = folder
+        self.template = template
+
+    def command(self, chunk_path: str) -> list[str]:
+        """The command line of the worker's supervisor."""
+        python = sys.executable if self.site.container.runtime == "none" else self.site.container.python
+        arguments = [python, "-m", "pipeline", "work", "--cells", chunk_path, "--results", str(self.folder.root)]
+        arguments += ["--device", self.site.device, "--threads", str(self.site.threads), "--attached"]
+        return container.command(
+            self.site.container,
+            arguments,
+            workdir=REPOSITORY,
+            folders=[self.folder.root],
+            environment=container.caches(self.folder.jobs / "caches"),
+            use_gpu=self.site.device != "cpu",
+        )
+
+    def execute(self, items: Sequence[Item], event: Event) -> None:
+        """Compute the items; see :class:`pipeline.launch.Executor`. Raises :class:`LaunchError`."""
+        if self.site.container.runtime == "none":
+            try:
+                found = devices.choose(self.site.device)
+            except devices.NoDevice as error:
+                raise LaunchError(str(error)) from error
+            self.say("computing on the CPU" if found[0][0] == "cpu" else f"computing on {len(found)} GPU{'s' * (len(found) > 1)}")
+        chunk = self.template.model_copy(update={"items": list(items)})
+        path = chunk.write(self.folder.jobs / "chunks")
+        events = beside(path)
+        events.path.unlink(missing_ok=True)
+        self.folder.logs.mkdir(parents=True, exist_ok=True)
+        if self.site.container.runtime != "none":
+            for cache in container.caches(self.folder.jobs / "caches").values():
+                Path(cache).mkdir(parents=True, exist_ok=True)
+        log = self.folder.logs / f"work-{chunk.key}.log"
+        with log.open("ab") as output:
+            start = output.tell()
+            try:
+                # its own session: a Ctrl-C reaches this process only, which then stops the child in order
+                process = subprocess.Popen(
+                    self.command(str(path)), cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )  # fmt: skip
+            except FileNotFoundError as error:
+                raise LaunchError(f"{error.filename}: not found; the site asks for {self.site.container.runtime}") from error
+        try:
+            while process.poll() is None:
+                for one in events.new():
+                    event(one)
+                time.sleep(POLL_S)
+        finally:
+            self._stop(process)
+        for one in events.new():
+            event(one)
+        if process.returncode == DISK_FULL:
+            raise LaunchError(
+                f"cannot write results below {self.folder.root}: {os.strerror(errno.ENOSPC)}. Nothing half-written was left; "
+                "make room and start the same command again: finished cells are kept"
+            )
+        if process.returncode:
+            with log.open("rb") as file:
+                file.seek(start)
+                tail = file.read()[-4000:].decode(errors="replace").strip()
+            raise LaunchError(f"the worker gave up (exit status {process.returncode}), log {log}:\n{tail}")
+
+    @staticmethod
+    def _stop(process: subprocess.Popen[bytes]) -> None:
+        """Close the child's input, which tells it to stop, and insist if it does not."""
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            process.wait()

@@ -1,0 +1,329 @@
+"""Time, host overhead, peak memory, and what the GPU's clocks did meanwhile.
+
+The order of every measurement: warm up until the running median is stable (:func:`warm_up`), then take samples of all
+functions in turn (:func:`sample`), so that a drift of clocks or temperature reaches each of them alike. Statistics are
+the median and the 10th and 90th percentiles; a spread above :data:`LARGE_SPREAD` is flagged, never hidden.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+#: (p90 - p10) / median above which a measurement is called unstable
+LARGE_SPREAD = 0.05
+#: two consecutive windows of warm-up samples must have medians this close
+_SETTLED = 0.02
+_WINDOW = 5
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing to time. ``prepare`` makes its argument, outside the timed region; ``run`` is timed."""
+
+    run: Callable[[Any], object]
+    prepare: Callable[[], Any] = lambda: None
+
+
+class Stopwatch(Protocol):
+    """Times one step; ``name`` says how, for the record."""
+
+    name: str
+
+    def milliseconds(self, step: Step) -> float:
+        """Prepare and run ``step`` once; the time of its run in milliseconds."""
+
+
+class CpuStopwatch:
+    """``time.perf_counter`` around a synchronous call."""
+
+    name = "perf_counter"
+
+    def milliseconds(self, step: Step) -> float:
+        """Prepare and run ``step`` once; the time of its run in milliseconds."""
+        argument = step.prepare()
+        start = time.perf_counter()
+        step.run(argument)
+        return 1e3 * (time.perf_counter() - start)
+
+
+class CudaStopwatch:
+    """CUDA events around the call; the L2 cache is overwritten before, outside the timed region.
+
+    Events see the work of the GPU and, when the host is slower, the gaps that it leaves; see ``host_us`` for the host.
+    """
+
+    name = "cuda_event, cold L2"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # Twice the L2 (50 MB on Hopper), and never less than 256 MB: nothing of the inputs stays cached.
+        size = max(1 << 28, 2 * torch.cuda.get_device_properties(device).L2_cache_size)
+        self._flush = torch.empty(size, dtype=torch.int8, device=device)
+
+    def milliseconds(self, step: Step) -> float:
+        """Prepare and run ``step`` once; the time of its run in milliseconds."""
+        argument = step.prepare()
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(self._device)
+        self._flush.zero_()
+        start.record()
+        step.run(argument)
+        stop.record()
+        stop.synchronize()
+        return float(start.elapsed_time(stop))
+
+
+def stopwatch(device: torch.device) -> Stopwatch:
+    """The stopwatch of a device."""
+    return CudaStopwatch(device) if device.type == "cuda" else CpuStopwatch()
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """How a warm-up went: samples discarded, and whether the running median became stable within the time allowed."""
+
+    iterations: int
+    settled: bool
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Samples of one step in milliseconds, and their statistics."""
+
+    samples: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Median in milliseconds."""
+        return statistics.median(self.samples)
+
+    @property
+    def p10(self) -> float:
+        """10th percentile in milliseconds."""
+        return percentile(self.samples, 0.1)
+
+    @property
+    def p90(self) -> float:
+        """90th percentile in milliseconds."""
+        return percentile(self.samples, 0.9)
+
+    @property
+    def spread(self) -> float:
+        """(p90 - p10) / median."""
+        return (self.p90 - self.p10) / self.median if self.median else 0.0
+
+    @property
+    def unstable(self) -> bool:
+        """Whether the spread is large."""
+        return self.spread > LARGE_SPREAD
+
+
+@dataclass(frozen=True)
+class Timer:
+    """Warms up, then samples several steps in turn. ``now`` (seconds) and ``watch`` are replaced in tests."""
+
+    watch: Stopwatch
+    warmup_ms: float = 100.0
+    repeats: int = 20
+    now: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1 or self.warmup_ms < 0:
+            raise ValueError(f"repeats is {self.repeats} and warmup_ms {self.warmup_ms}; they must be at least 1 and 0")
+
+    def warm_up(self, step: Step) -> WarmUp:
+        """Run ``step`` for at least ``warmup_ms`` and until two consecutive windows of samples have the same median.
+
+        Gives up, unsettled, after ten times ``warmup_ms`` once both windows are full.
+        """
+        start = self.now()
+        samples: list[float] = []
+        while True:
+            samples.append(self.watch.milliseconds(step))
+            elapsed = 1e3 * (self.now() - start)
+            if len(samples) < 2 * _WINDOW or elapsed < self.warmup_ms:
+                continue
+            before = statistics.median(samples[-2 * _WINDOW : -_WINDOW])
+            after = statistics.median(samples[-_WINDOW:])
+            if abs(after - before) <= _SETTLED * before:
+                return WarmUp(len(samples), settled=True)
+            if elapsed >= 10 * self.warmup_ms:
+                return WarmUp(len(samples), settled=False)
+
+    def sample(self, steps: dict[str, Step]) -> dict[str, Timing]:
+        """``repeats`` samples of each step, one of each a round."""
+        samples: dict[str, list[float]] = {name: [] for name in steps}
+        for _ in range(self.repeats):
+            for name, step in steps.items():
+                samples[name].append(self.watch.milliseconds(step))
+        return {name: Timing(tuple(values)) for name, values in samples.items()}
+
+    def measure(self, steps: dict[str, Step]) -> tuple[dict[str, Timing], dict[str, WarmUp]]:
+        """Warm up every step, then sample all of them."""
+        warm = {name: self.warm_up(step) for name, step in steps.items()}
+        return self.sample(steps), warm
+
+
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """The value below which ``fraction`` of ``values`` lie, interpolated linearly."""
+    ordered = sorted(values)
+    position = fraction * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (position - low) * (ordered[high] - ordered[low])
+
+
+def host_microseconds(step: Step, device: torch.device, repeats: int = 20) -> float:
+    """Median time in microseconds until the call returns, the GPU not waited for.
+
+    On a CPU the call does the work itself, so this is its whole time.
+    """
+    times = []
+    for _ in range(repeats):
+        argument = step.prepare()
+        synchronize(device)
+        start = time.perf_counter()
+        step.run(argument)
+        times.append(1e6 * (time.perf_counter() - start))
+        synchronize(device)
+    return statistics.median(times)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the GPU, if there is one."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """Most bytes allocated at once by PyTorch during ``run``, above what was allocated before.
+
+    On a GPU from the caching allocator's counters; memory that a library takes past it is not seen. On a CPU the sum of
+    the allocator's events, as PyTorch's profiler records them.
+    """
+    if device.type == "cuda":
+        synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        run()
+        synchronize(device)
+        return int(torch.cuda.max_memory_allocated(device) - before)
+    with quiet_profile(memory=True) as profile:
+        run()
+    held = peak = 0
+    recorded = profile.profiler.kineto_results.events()
+    for event in sorted((event for event in recorded if event.name() == "[memory]"), key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return int(peak)
+
+
+@contextlib.contextmanager
+def quiet_profile(memory: bool = False) -> Iterator[Any]:
+    """A profile of the operators called on the CPU side. The profiler's own start and stop lines on stderr are dropped."""
+    with _no_native_stderr():
+        profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=memory)
+        profile.__enter__()
+    try:
+        yield profile
+    finally:
+        with _no_native_stderr():
+            profile.__exit__(None, None, None)
+
+
+@contextlib.contextmanager
+def _no_native_stderr() -> Iterator[None]:
+    kept = os.dup(2)
+    try:
+        with Path(os.devnull).open("w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+            yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def nvml_handle(device: torch.device) -> tuple[Any, Any] | None:
+    """The pynvml module and its handle of a CUDA device; None without a GPU, pynvml or permission."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        # By identity: NVML counts every GPU of the machine, CUDA those that are visible, in its own order.
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+    except Exception:  # a measurement goes on without NVML; the record then lacks the keys
+        return None
+
+
+#: NVML's reasons for clocks below the maximum, of which "idle" and "set by the user" are no throttling
+_THROTTLE = {
+    0x4: "power_cap", 0x8: "hw_slowdown", 0x10: "sync_boost", 0x20: "sw_thermal", 0x40: "hw_thermal", 0x80: "power_brake",
+}  # fmt: skip
+
+
+@dataclass
+class ClockSampler:
+    """Samples SM clock, power and throttle reasons of a GPU in a thread while a ``with`` block runs.
+
+    Without a GPU or NVML nothing is sampled and :meth:`metrics` is empty.
+    """
+
+    device: torch.device
+    interval: float = 0.02
+    _clocks: list[float] = field(default_factory=list, init=False)
+    _power: list[float] = field(default_factory=list, init=False)
+    _reasons: int = field(default=0, init=False)
+    _stop: threading.Event = field(default_factory=threading.Event, init=False)
+    _thread: threading.Thread | None = field(default=None, init=False)
+
+    def __enter__(self) -> ClockSampler:
+        handle = nvml_handle(self.device)
+        if handle is not None:
+            self._thread = threading.Thread(target=self._sample, args=handle, daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _sample(self, nvml: Any, handle: Any) -> None:
+        while True:  # at least one sample, however short the block
+            try:
+                clock = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
+                power = nvml.nvmlDeviceGetPowerUsage(handle) / 1e3
+                reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+            except nvml.NVMLError:
+                return
+            self._clocks.append(float(clock))
+            self._power.append(power)
+            self._reasons |= int(reasons)
+            if self._stop.wait(self.interval):
+                return
+
+    def metrics(self) -> dict[str, float | str]:
+        """``clock_sm_mhz.{min,median,max}``, ``power_w.median`` and ``throttle`` (reasons seen, or "none")."""
+        if not self._clocks:
+            return {}
+        return {
+            "clock_sm_mhz.min": min(self._clocks),
+            "clock_sm_mhz.median": statistics.median(self._clocks),
+            "clock_sm_mhz.max": max(self._clocks),
+            "power_w.median": statistics.median(self._power),
+            "throttle": ", ".join(name for bit, name in _THROTTLE.items() if self._reasons & bit) or "none",
+        }

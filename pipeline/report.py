@@ -1,0 +1,111 @@
+"""The report of a run: one HTML file that needs nothing else, no network, no second file."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from pipeline.cells import EXPERIMENTS
+from pipeline.claims import Claim
+from pipeline.figures import Drawing
+from pipeline.provenance import environments
+from pipeline.records import Record
+from pipeline.summary import label
+from pipeline.table_model import ABSENT, Table, Value
+
+if TYPE_CHECKING:
+    from pipeline.config import ExperimentConfig
+
+#: More failures than this are counted, not listed.
+LISTED_FAILURES = 200
+
+
+def render(
+    records: Sequence[Record],
+    data: pd.DataFrame,
+    tables: Sequence[Table],
+    figures: Sequence[Drawing],
+    claims: Sequence[Claim],
+    config: ExperimentConfig | None,
+) -> str:
+    """The page as text. Every text from records is escaped; figures are this program's own SVG."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).with_name("templates")),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    machines = environments(records)
+    return environment.get_template("report.html.j2").render(
+        name=config.name if config else "records",
+        title=config.title if config else "",
+        machines=machines,
+        mixed=len(machines) > 1,
+        counts=_counts(data),
+        progress=_progress(data),
+        claims=claims,
+        tables=[table for table in tables if table.sections],
+        left_out=[table.title for table in tables if not table.sections],
+        figures={e: [_inline(d, i) for i, d in enumerate(figures) if d.experiment == e] for e in EXPERIMENTS},
+        failures=_failures(data),
+        listed=LISTED_FAILURES,
+        finished=max((r.finished for r in records), default=None),
+        absent=Value(ABSENT),
+    )
+
+
+def _counts(data: pd.DataFrame) -> dict[str, int]:
+    return {str(k): int(v) for k, v in Counter(data["status"]).items()} if len(data) else {}
+
+
+def _progress(data: pd.DataFrame) -> list[dict[str, Any]]:
+    """One line an experiment: cells with numbers, with a reason why not, failed, not run."""
+    lines = []
+    for name in EXPERIMENTS:
+        part = data[data["experiment"] == name] if len(data) else data
+        if part.empty:
+            continue
+        status = Counter(part["status"])
+        declined = status["unsupported"] + status["not_installed"]
+        bad = len(part) - status["ok"] - declined - status["not_run"]
+        counts = {"cells": len(part), "ok": status["ok"], "declined": declined, "failed": bad, "not_run": status["not_run"]}
+        lines.append({"name": name, **counts})
+    return lines
+
+
+def _failures(data: pd.DataFrame) -> list[dict[str, str]]:
+    if data.empty:
+        return []
+    bad = data[~data["status"].isin(["ok", "unsupported", "not_installed", "not_run"])]
+    return [
+        {
+            "cell": str(r["cell_id"]),
+            "implementation": label(str(r["implementation"])),
+            "status": str(r["status"]),
+            "reason": str(r["reason"] or ""),
+        }
+        for _, r in bad.sort_values("cell_id").iterrows()
+    ]
+
+
+def _inline(figure: Drawing, number: int) -> dict[str, Any]:
+    """The SVG element for the page. Ids get a prefix, since those of several figures would clash in one document."""
+    svg = figure.svg[figure.svg.index("<svg") :]
+    prefix = f"f{number}-"
+    svg = re.sub(r'\bid="', f'id="{prefix}', svg)
+    svg = re.sub(r'href="#', f'href="#{prefix}', svg)
+    svg = svg.replace("url(#", f"url(#{prefix}")
+    # The size comes from the page: as wide as the column, never wider than drawn.
+    width = float(re.search(r'<svg[^>]* width="([\d.]+)pt"', svg)[1])  # type: ignore[index]
+    svg = re.sub(r'(<svg[^>]*?) height="[\d.]+pt"', r"\1", svg, count=1)
+    style = f'role="img" style="width:100%;max-width:{width * 4 / 3:.0f}px;height:auto"'
+    svg = re.sub(r'(<svg[^>]*?) width="[\d.]+pt"', rf"\1 {style}", svg, count=1)
+    return {"svg": Markup(svg), "device": figure.device}

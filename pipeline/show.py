@@ -1,0 +1,77 @@
+"""One table in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from pipeline.cells import Cell
+from pipeline.records import Record
+from pipeline.table_model import ABSENT, Column, Section, Value
+from pipeline.tables import build
+
+
+def show(name: str, records: Sequence[Record], console: Console, planned: Iterable[Cell] = ()) -> None:
+    """Print the table of one experiment: the overview sections, each row without numbers with its reason."""
+    table = build(name, records, planned)
+    console.print(Text(table.title, style="bold"), Text(table.caption, style="dim"), sep="\n")
+    if table.message:
+        console.print(Text(table.message, style="bold yellow"))
+    for section in table.sections:
+        if not section.detail:
+            _print_section(section, console)
+    hidden = sum(section.detail for section in table.sections)
+    if hidden:
+        console.print(Text(f"{hidden} more sections by size or inputs are in tables/{name}.md", style="dim"))
+    for note in table.footnotes:
+        console.print(Text(note, style="dim"))
+
+
+def _print_section(section: Section, console: Console) -> None:
+    labels = section.columns[: section.labels]
+    # Columns without a single value (nothing measured it here) would only take room in a terminal.
+    rest = [c for c in section.columns[section.labels :] if any(c.key in row.values for row in section.rows)]
+    console.print()
+    console.print(Text(section.title, style="bold"))
+    for block in _blocks(section, labels, rest, console.width):
+        # Headings break at spaces, values and names never.
+        grid = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+        for column in block:
+            width = _width(section, column)
+            grid.add_column(Text(column.heading), justify="right" if column.numeric else "left", vertical="bottom", width=width)
+        for row in section.rows:
+            style = "dim" if row.reason else ""
+            values = [row.values.get(column.key, Value(ABSENT)) for column in block]
+            grid.add_row(*(Text(v.text, style="bold green" if v.best else style, no_wrap=True) for v in values))
+        console.print(grid)
+    for row in section.rows:
+        why = row.reason or row.remark
+        if why:
+            name = " ".join(row.values[column.key].text for column in labels)
+            console.print(Text(f"{name}: {why}", style="yellow"))
+    if section.note:
+        console.print(Text(section.note, style="dim"))
+
+
+def _width(section: Section, column: Column) -> int:
+    values = [len(row.values[column.key].text) for row in section.rows if column.key in row.values]
+    return max([*values, *(len(word) for word in column.heading.split())])
+
+
+def _blocks(section: Section, labels: list[Column], rest: list[Column], room: int) -> list[list[Column]]:
+    """The columns, in as many blocks as the terminal's width needs; each block repeats the label columns."""
+    gap = 2  # a space and the (invisible) rule between columns
+    used = start = sum(_width(section, column) + gap for column in labels)
+    blocks = [list(labels)]
+    for column in rest:
+        width = _width(section, column) + gap
+        if used + width > room and len(blocks[-1]) > len(labels):
+            blocks.append(list(labels))
+            used = start
+        blocks[-1].append(column)
+        used += width
+    return blocks

@@ -1,0 +1,107 @@
+"""What a run has, lacks and failed, from its records and its configuration."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.folder import RunFolder
+from pipeline.plan import plan
+from pipeline.records import FINAL, DamagedRecord, Record, Status, now, write_atomically
+
+REASONS_SHOWN = 20
+
+
+@dataclass
+class RunStatus:
+    """Counts by (experiment, implementation); the rest by name."""
+
+    counts: dict[tuple[str, str], Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    bad: list[Record] = field(default_factory=list)
+    absent: dict[tuple[str, str, str], int] = field(default_factory=lambda: defaultdict(int))
+    damaged: list[DamagedRecord] = field(default_factory=list)
+    digests: Counter[str] = field(default_factory=Counter)
+    unplanned: int = 0
+
+    @property
+    def totals(self) -> Counter[str]:
+        """Number of cells by status."""
+        return sum(self.counts.values(), Counter[str]())
+
+
+def read_status(root: Path) -> RunStatus:
+    """Compare the plan of the folder's configuration with its records."""
+    folder = RunFolder(root)
+    cells = plan(folder.read_config())
+    reading = folder.store.read_all()
+    records = {record.cell_id: record for record in reading.records}
+    result = RunStatus(damaged=reading.damaged)
+    for cell in cells:
+        record = records.pop(cell.id, None)
+        key = (cell.experiment, cell.implementation)
+        result.counts[key]["missing" if record is None else record.status.value] += 1
+        if record is None:
+            continue
+        result.digests[record.kernel_digest] += 1
+        if record.status not in FINAL:
+            result.bad.append(record)
+        elif record.status is not Status.OK:
+            result.absent[(cell.implementation, record.status.value, record.reason or "")] += 1
+    result.unplanned = len(records)
+    return result
+
+
+def write_status(root: Path) -> None:
+    """Write ``status.json`` for other programs."""
+    found = read_status(root)
+    data: dict[str, Any] = {
+        "time": now(),
+        "totals": dict(found.totals),
+        "experiments": [
+            {"experiment": experiment, "implementation": implementation, **counts}
+            for (experiment, implementation), counts in found.counts.items()
+        ],
+        "failed": [{"cell_id": record.cell_id, "status": record.status.value, "reason": record.reason} for record in found.bad],
+        "damaged": [str(error.path.name) for error in found.damaged],
+    }
+    write_atomically(Path(root) / "status.json", json.dumps(data, indent=1) + "\n")
+
+
+def print_status(root: Path, console: Console | None = None) -> None:
+    """Print the state of a run."""
+    console = console or Console()
+    found = read_status(root)
+    table = Table(title=f"{root}", title_justify="left")
+    for heading in ("experiment", "implementation"):
+        table.add_column(heading)
+    for heading in ("done", "missing", "failed", "not available"):
+        table.add_column(heading, justify="right")
+    for (experiment, implementation), counts in found.counts.items():
+        failed = sum(number for status, number in counts.items() if status != "missing" and Status(status) not in FINAL)
+        absent = counts[Status.UNSUPPORTED] + counts[Status.NOT_INSTALLED]
+        table.add_row(experiment, implementation, *(str(number or "") for number in (counts[Status.OK], counts["missing"], failed, absent)))
+    console.print(table)
+    for record in found.bad[:REASONS_SHOWN]:
+        _line(console, f"{record.status.value}: {record.cell_id} (attempt {record.attempt}): {record.reason}")
+    if len(found.bad) > REASONS_SHOWN:
+        _line(console, f"... and {len(found.bad) - REASONS_SHOWN} more; all are in status.json")
+    for (implementation, status, reason), number in found.absent.items():
+        _line(console, f"{status.replace('_', ' ')}: {implementation} ({number} cells): {reason}")
+    for error in found.damaged:
+        _line(console, f"{error}; the next run computes it again")
+    if len(found.digests) > 1:
+        _line(console, f"records of {len(found.digests)} kernel sources; the next run computes those of older sources again")
+    if found.unplanned:
+        _line(console, f"{found.unplanned} records are not in the plan of this configuration")
+    todo = found.totals["missing"] + len(found.bad)
+    _line(console, f"to do: {todo} cells; `python -m pipeline run` with this configuration computes them" if todo else "complete")
+
+
+def _line(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,237 @@
+"""From records to one data frame: who was measured on what, what is missing and why, and which timings may be shown.
+
+Everything that tables, figures, claims and the report say is computed from this frame. It has one row a cell and
+machine: the cell's fields, ``status`` and ``reason``, ``device`` (the machine's name), ``digest``, and the metrics
+under their own names.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from pipeline import implementations
+from pipeline.cells import FAMILIES, Cell
+from pipeline.experiments.accuracy import WRONG
+from pipeline.provenance import NO_DEVICE, machine
+from pipeline.records import Record
+
+TENSORS = ("out", "dq", "dk", "dv", "dbias")
+GRADIENTS = ("dq", "dk", "dv", "dbias")
+SYMBOL = {"out": "O", "dq": "dQ", "dk": "dK", "dv": "dV", "dbias": "dBias"}
+CASE = ["n", "slices", "heads", "head_dim", "family", "seed", "dtype", "bias_dtype", "masked"]
+#: Inputs that may be averaged together: everything about a case but its size and seed.
+CLASS = ["family", "dtype", "bias_dtype", "masked"]
+SIZE = ["n", "slices", "heads", "head_dim"]
+
+SHORT_DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
+#: Back ends of the training step that use this repository's kernels.
+OWN_BACKENDS = ("turbopair", "turbopair_attention")
+BACKEND_LABELS = {
+    "pytorch": "OpenFold3 stock (PyTorch)",
+    "triton": "OpenFold3 Triton",
+    "cuequivariance_attention": "cuEquivariance, attention only",
+    "turbopair_attention": "turbopair, attention only",
+}
+
+
+def is_turbopair(implementation: str) -> bool:
+    """Whether an implementation is built from this repository's kernel sources."""
+    return implementation == "turbopair" or implementation.startswith("turbopair.")
+
+
+@functools.cache
+def label(name: str) -> str:
+    """The name of an implementation, or of a back end of the training step, as printed."""
+    if name in BACKEND_LABELS:
+        return BACKEND_LABELS[name]
+    return implementations.get(name).title if name in implementations.names() else name
+
+
+def count_of_processors(device: str, count: int) -> str:
+    """ "1 GPU", "16 GPUs", or processes where there is no GPU."""
+    unit, plural = ("GPU", "GPUs") if on_gpu(device) else ("process", "processes")
+    return f"{count} {unit if count == 1 else plural}"
+
+
+def on_gpu(device: str) -> bool:
+    """Whether a device name (from :func:`pipeline.provenance.machine`) is a GPU's."""
+    return device != NO_DEVICE and not device.startswith("CPU (")
+
+
+def frame(records: Sequence[Record], planned: Iterable[Cell] = ()) -> pd.DataFrame:
+    """All results as a data frame, planned cells without a record included as ``not_run``.
+
+    Records of different machines stay apart by ``device``. Results of turbopair that came from other kernel sources
+    than the newest of the same machine become ``not_run`` rows that say so. A number that is not finite makes its row
+    ``failed``.
+    """
+    rows = [_row(record) for record in sorted(records, key=lambda r: (r.finished, r.cell_id))]
+    devices = list(dict.fromkeys(row["device"] for row in rows if row["device"] != NO_DEVICE))
+    if len(devices) == 1:
+        # A record written for a crashed worker knows no machine; with one machine there is no doubt which.
+        for row in rows:
+            row["device"] = devices[0]
+    _set_aside_other_sources(rows)
+    known = {(row["device"], row["cell_id"]) for row in rows}
+    for cell in planned:
+        for device in devices or [NO_DEVICE]:
+            if (device, cell.id) not in known:
+                rows.append(_cell_fields(cell) | {"status": "not_run", "reason": "no record yet", "device": device, "digest": ""})
+    data = pd.DataFrame(rows, columns=None if rows else [*CASE, "experiment", "implementation", "status", "reason", "device"])
+    if not data.empty:
+        data = data.drop_duplicates(["device", "cell_id"], keep="last").reset_index(drop=True)
+        data["ok"] = data["status"] == "ok"
+    return data
+
+
+def _cell_fields(cell: Cell) -> dict[str, Any]:
+    fields = cell.model_dump(include=set(CASE) | {"experiment", "implementation"})
+    return fields | {"cell_id": cell.id, "ranks": cell.ranks, "version": None}
+
+
+def _row(record: Record) -> dict[str, Any]:
+    row = _cell_fields(record.cell) | {
+        "status": record.status.value,
+        "reason": record.reason,
+        "device": machine(record.environment),
+        "digest": record.kernel_digest,
+        "version": record.implementation_version,
+        "finished": record.finished,
+    }
+    bad = [name for name, value in record.metrics.items() if isinstance(value, float) and not math.isfinite(value)]
+    if bad:
+        return row | {"status": "failed", "reason": "non-finite " + ", ".join(sorted(bad))}
+    row |= {name: value for name, value in record.metrics.items() if name not in row}
+    if "dtype.dbias" in row:
+        row["dtype.dbias"] = SHORT_DTYPES.get(row["dtype.dbias"], row["dtype.dbias"])
+    return row
+
+
+def _set_aside_other_sources(rows: list[dict[str, Any]]) -> None:
+    newest: dict[str, str] = {}
+    for row in rows:  # in order of time
+        if is_turbopair(row["implementation"]):
+            newest[row["device"]] = row["digest"]
+    for row in rows:
+        if is_turbopair(row["implementation"]) and row["digest"] != newest[row["device"]]:
+            reason = f"its record is of other kernel sources ({row['digest'][:12]}, not {newest[row['device']][:12]}): run it again"
+            row.update(status="not_run", reason=reason)
+
+
+def ordered(values: Iterable[str], reference: Sequence[str]) -> list[str]:
+    """Distinct ``values``: those in ``reference`` in its order, then the others as they come."""
+    distinct = list(dict.fromkeys(values))
+    return [v for v in reference if v in distinct] + [v for v in distinct if v not in reference]
+
+
+def classes(data: pd.DataFrame) -> list[tuple[dict[str, Any], pd.DataFrame]]:
+    """The parts of ``data`` whose cases may be averaged together, in the order of the families."""
+    order = {family: i for i, family in enumerate(FAMILIES)}
+    parts = [(dict(zip(CLASS, key, strict=True)), part) for key, part in data.groupby(CLASS, sort=True)]
+    return sorted(parts, key=lambda item: (order.get(item[0]["family"], len(order)), str(item[0])))
+
+
+def class_title(keys: dict[str, Any]) -> str:
+    """A class of inputs in words: "normal inputs, bf16, fp32 bias"."""
+    text = f"{keys['family']} inputs, {keys['dtype']}"
+    if keys["bias_dtype"] != keys["dtype"]:
+        text += f", {keys['bias_dtype']} bias"
+    return text + (", with mask" if keys["masked"] and keys["family"] not in ("masked", "openfold") else "")
+
+
+def size_title(n: int, slices: int, heads: int, head_dim: int) -> str:
+    """A size in words; slices are named only when they differ from N."""
+    return f"N = {n}, " + (f"I = {slices}, " if slices != n else "") + f"H = {heads}, D = {head_dim}"
+
+
+def split(data: pd.DataFrame, *columns: str) -> list[tuple[tuple[int, ...], pd.DataFrame]]:
+    """The parts of ``data`` with equal values in integer ``columns``, in the order of the values."""
+    return [(tuple(int(str(v)) for v in key), part) for key, part in data.groupby(list(columns), sort=True)]
+
+
+def sizes(data: pd.DataFrame) -> list[tuple[tuple[int, int, int, int], pd.DataFrame]]:
+    """The parts of ``data`` of equal size, smallest first."""
+    return [((n, i, h, d), part) for (n, i, h, d), part in split(data, *SIZE)]
+
+
+def case_count(data: pd.DataFrame) -> int:
+    """Number of distinct input cases."""
+    return len(data[CASE].drop_duplicates())
+
+
+def shortfall(data: pd.DataFrame) -> str | None:
+    """Why some cells of ``data`` have no numbers, in words, most frequent reason first; None if all have."""
+    missing = data[~data["ok"]]
+    if missing.empty:
+        return None
+    counts = Counter(zip(missing["status"].astype(str), missing["reason"].fillna("").astype(str), strict=True))
+    items = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    texts = []
+    for (status, reason), count in items[:2]:
+        words = status.replace("_", " ")
+        text = words if not reason else reason if reason.startswith(words) else f"{words}: {reason}"
+        texts.append(text if count == len(data) else f"{count} of {len(data)} {text}")
+    if len(items) > 2:
+        texts.append(f"and {len(items) - 2} other reasons")
+    return "; ".join(texts)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Whether a timing may be shown: ``reason`` is None if so, and ``accuracy`` holds the accuracy records it rests on."""
+
+    reason: str | None
+    accuracy: pd.DataFrame
+
+
+def gate(data: pd.DataFrame, timing: pd.Series) -> Gate:
+    """The accuracy records that stand behind a timing row, and why they do not, if they do not.
+
+    A record passes when no tensor's relative RMSE is above :data:`pipeline.experiments.accuracy.WRONG`.
+
+    They are of the same device, implementation, implementation version and head dimension, for turbopair of the same
+    kernel digest; among them those nearest in size and, where there are any, of the same inputs.
+    """
+    found = data[
+        (data["experiment"] == "accuracy")
+        & (data["device"] == timing["device"])
+        & (data["implementation"] == timing["implementation"])
+        & (data["head_dim"] == timing["head_dim"])
+    ]
+    where = f"{label(str(timing['implementation']))} at D = {timing['head_dim']} on {timing['device']}"
+    if is_turbopair(str(timing["implementation"])):
+        found = found[found["digest"] == timing["digest"]]
+        where += f" with kernel sources {str(timing['digest'])[:12]}"
+    elif isinstance(timing["version"], str):  # absent versions are NaN in a column that has some
+        found = found[(found["version"] == timing["version"]) | ~found["ok"]]
+        where += f", version {timing['version']}"
+    for key in ("masked", "bias_dtype", "family"):
+        same = found[found[key] == timing[key]]
+        found = same if not same.empty else found
+    if found.empty:
+        return Gate(f"accuracy gate: no accuracy record of {where}", found)
+    tried = found[found["status"] != "not_run"]
+    if tried.empty:
+        return Gate(f"accuracy gate: {shortfall(found)}", tried)
+    distance = (tried["n"].astype(float).map(math.log) - math.log(timing["n"])).abs()
+    nearest = tried[distance <= distance.min() + 1e-9]
+    same = nearest[nearest["slices"] == timing["slices"]]
+    nearest = nearest if same.empty else same
+    passed = nearest[nearest["ok"]]
+    if passed.empty or (nearest["status"] == "failed").any():
+        return Gate(f"accuracy gate: at N = {nearest['n'].iloc[0]}: {shortfall(nearest)}", passed.iloc[:0])
+    for tensor in TENSORS:
+        column = f"rel_rmse.{tensor}"
+        worst = float(passed[column].max()) if column in passed else math.nan
+        if math.isnan(worst):
+            return Gate(f"accuracy gate: no relative RMSE of {SYMBOL[tensor]}", passed.iloc[:0])
+        if worst > WRONG:
+            return Gate(f"accuracy gate: relative RMSE of {SYMBOL[tensor]} is {worst:.2g}, above {WRONG}", passed.iloc[:0])
+    return Gate(None, passed)

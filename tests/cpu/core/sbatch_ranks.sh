@@ -1,0 +1,25 @@
+#!/bin/bash
+
+# Parameters
+#SBATCH --account=project
+#SBATCH --chdir=/repository
+#SBATCH --cpus-per-task=8
+#SBATCH --gpus-per-node=8
+#SBATCH --job-name=turbopair-abc
+#SBATCH --mem=65536MB
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --open-mode=append
+#SBATCH --output=/results/run/logs/%j_0_log.out
+#SBATCH --partition=gpu
+#SBATCH --requeue
+#SBATCH --signal=USR2@90
+#SBATCH --time=30
+
+# setup
+module load cuda
+export NCCL_DEBUG=WARN
+
+# command
+export SUBMITIT_EXECUTOR=slurm
+srun --unbuffered --output /results/run/logs/%j_%t_log.out --cpus-per-task=8 --kill-on-bad-exit=1 /shared/env/bin/python -u -m submitit.core._submit /results/run/logs

@@ -1,0 +1,225 @@
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import devices, launch
+from pipeline.config import ExperimentConfig
+from pipeline.folder import FolderError, RunFolder
+from pipeline.plan import plan
+from pipeline.progress import Progress, duration
+from pipeline.records import Record, Status, failure
+from pipeline.site import LocalSite
+from pipeline.supervise import Worker
+from pipeline.todo import EventFile, Item
+
+
+def config(**changes: Any) -> ExperimentConfig:
+    section = {"implementations": ["eager", "sdpa"], "crops": [16], "head_dims": [16], "slices": 2, "cases": 2}
+    return ExperimentConfig.model_validate({"name": "t", "accuracy": {**section, **changes}})
+
+
+class Fake:
+    """An executor that gives every item the status its implementation stands for."""
+
+    def __init__(self, folder: RunFolder, statuses: dict[str, Status], digest: str) -> None:
+        self.folder, self.statuses, self.digest = folder, statuses, digest
+        self.seen: list[Item] = []
+
+    def execute(self, items: Sequence[Item], event: launch.Event) -> None:
+        for item in items:
+            self.seen.append(item)
+            status = self.statuses.get(item.cell.implementation)
+            if status is None:
+                continue
+            reason = None if status is Status.OK else "because"
+            record = Record(
+                cell=item.cell, cell_id=item.cell.id, status=status, reason=reason, kernel_digest=self.digest, attempt=item.attempt
+            )
+            self.folder.store.write(record)
+            event({"event": "done", "cell_id": item.cell.id, "status": status.value, "reason": reason})
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def start(settings: ExperimentConfig, statuses: dict[str, Status], digest: str = "k1") -> tuple[launch.Summary, list[Item], list[str]]:
+        fakes: list[Fake] = []
+
+        def make(_site: Any, folder: RunFolder, _chunk: Any, _say: Any) -> Fake:
+            fakes.append(Fake(folder, statuses, digest))
+            return fakes[-1]
+
+        monkeypatch.setattr(launch, "_executor", make)
+        monkeypatch.setattr(launch, "kernel_digest", lambda: digest)
+        said: list[str] = []
+        summary = launch.run(settings, LocalSite(), tmp_path / "run", say=said.append)
+        return summary, [item for fake in fakes for item in fake.seen], said
+
+    return start
+
+
+def test_a_finished_run_computes_nothing_again(run: Any) -> None:
+    both = {"eager": Status.OK, "sdpa": Status.NOT_INSTALLED}
+    summary, items, _ = run(config(), both)
+    assert (len(items), summary.exit_status, summary.succeeded) == (4, 0, 2)
+    summary, items, said = run(config(), both)
+    assert (len(items), summary.exit_status, summary.computed) == (0, 0, 0)
+    assert "4 cells are done already" in said[0]
+
+
+def test_failures_are_named_counted_and_tried_again(run: Any) -> None:
+    summary, _, _ = run(config(), {"eager": Status.OK, "sdpa": Status.TIMEOUT})
+    assert summary.exit_status == 1
+    text = summary.text()
+    assert "timeout: because" in text
+    assert all(record.cell_id in text for record in summary.failed)
+    summary, items, _ = run(config(), {"eager": Status.OK, "sdpa": Status.OK})
+    assert [(item.cell.implementation, item.attempt) for item in items] == [("sdpa", 2), ("sdpa", 2)]
+    assert summary.exit_status == 0
+
+
+def test_no_success_at_all_is_an_error(run: Any) -> None:
+    summary, _, _ = run(config(), {"eager": Status.FAILED, "sdpa": Status.NOT_INSTALLED})
+    assert summary.exit_status == 2
+    assert "no cell succeeded" in summary.text()
+
+
+def test_missing_cells_are_an_error(run: Any) -> None:
+    summary, _, _ = run(config(), {"eager": Status.OK})
+    assert (len(summary.missing), summary.exit_status) == (2, 1)
+    assert "2 missing" in summary.text()
+
+
+def test_other_kernel_sources_make_everything_stale(run: Any, tmp_path: Path) -> None:
+    both = {"eager": Status.OK, "sdpa": Status.OK}
+    run(config(), both)
+    summary, items, said = run(config(), both, digest="k2")
+    assert len(items) == 4
+    assert any("4 records are of other kernel sources" in line and "records/stale" in line for line in said)
+    assert len(list((tmp_path / "run/records/stale/accuracy").iterdir())) == 4
+    assert {record.kernel_digest for record in summary.records} == {"k2"}
+
+
+def test_a_damaged_record_is_named_kept_and_done_again(run: Any, tmp_path: Path) -> None:
+    both = {"eager": Status.OK, "sdpa": Status.OK}
+    run(config(), both)
+    path = RunFolder(tmp_path / "run").store.path(plan(config())[1])
+    path.write_text(path.read_text()[:50])
+    _, items, said = run(config(), both)
+    assert [item.cell for item in items] == [plan(config())[1]]
+    assert any(str(path) in line and "damaged" in line for line in said)
+
+
+def test_a_folder_belongs_to_its_configuration(run: Any, tmp_path: Path) -> None:
+    both = {"eager": Status.OK, "sdpa": Status.OK, "lma": Status.OK}
+    run(config(), both)
+    with pytest.raises(FolderError, match=r"accuracy\.crops: \[16\] there, \[8\] here") as caught:
+        run(config(crops=[8]), both)
+    assert str(tmp_path / "run") in str(caught.value)
+    assert "--results" in str(caught.value)
+    with pytest.raises(FolderError, match="2 of its cells are not in this one"):
+        run(config(implementations=["eager"]), both)
+    # cells may be added, and what is no part of a cell may change
+    _, items, _ = run(config(implementations=["eager", "sdpa", "lma"], cases=3, cell_timeout_s=5), both)
+    assert len(items) == 5
+    assert RunFolder(tmp_path / "run").read_config().timeout_s("accuracy") == 5
+
+
+def test_two_runs_may_not_share_an_experiment(tmp_path: Path) -> None:
+    first, second = RunFolder(tmp_path), RunFolder(tmp_path)
+    with first.lock(["accuracy"]):
+        with second.lock(["ablation"]):
+            pass
+        words = rf"another run \(process {os.getpid()} on .*\) is computing accuracy"
+        with pytest.raises(FolderError, match=words), second.lock(["accuracy"]):
+            pass
+    with second.lock(["accuracy"]):
+        pass
+
+
+def test_records_without_a_configuration_are_refused(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.store.write(failure(plan(config())[0], Status.FAILED, "why", kernel_digest="k"))
+    with pytest.raises(FolderError, match=r"no config\.yaml"):
+        folder.adopt(config())
+    with pytest.raises(FolderError, match="holds no run"):
+        folder.read_config()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_first_signal_stops_and_the_next_are_ignored(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(launch.Stopped) as caught, launch.signals():
+        try:
+            signal.raise_signal(number)
+        finally:
+            signal.raise_signal(number)  # during the clean-up
+    assert caught.value.number == number
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize(
+    ("code", "kills", "status", "text"),
+    [
+        (-9, (5, 6), Status.OOM, "out-of-memory killer"),
+        (-9, (5, 5), Status.FAILED, "killed from outside (SIGKILL)"),
+        (-9, (None, None), Status.FAILED, "killed from outside (SIGKILL)"),
+        (-11, (5, 5), Status.FAILED, "crashed with SIGSEGV"),
+        (1, (5, 5), Status.FAILED, "exit status 1"),
+    ],
+)
+def test_how_a_worker_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kills: tuple[Any, Any], status: Status, text: str
+) -> None:
+    worker = Worker.__new__(Worker)
+    worker.log = tmp_path / "log"
+    worker.log.write_text("of a worker before\nlast words\n")
+    worker._log_start = len("of a worker before\n")
+    worker._kills_before = kills[0]
+    worker.process = type("Process", (), {"returncode": code})()  # type: ignore[assignment]
+    monkeypatch.setattr("pipeline.supervise.kernel_oom_kills", lambda: kills[1])
+    found, reason = worker.death()
+    assert found is status
+    assert text in reason
+    assert ("last words" in reason) == (code != -9)
+    assert "of a worker before" not in reason
+
+
+def test_events_are_read_once_and_only_whole(tmp_path: Path) -> None:
+    events = EventFile(tmp_path / "x.events")
+    assert list(events.new()) == []
+    events.append({"event": "start"})
+    with events.path.open("a") as file:
+        file.write('{"event": "do')
+    assert [event["event"] for event in events.new()] == ["start"]
+    with events.path.open("a") as file:
+        file.write('ne"}\nnonsense\n')
+    assert [event["event"] for event in events.new()] == ["done"]
+
+
+def test_progress_in_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(3, label="t") as progress:
+        progress.event({"event": "start", "cell_id": "a"})
+        progress.event({"event": "done", "cell_id": "a", "status": "ok"})
+        progress.event({"event": "done", "cell_id": "a", "status": "ok"})  # the same cell twice counts once
+        progress.event({"event": "done", "cell_id": "b", "status": "timeout", "reason": "too slow\nsecond line"})
+        assert "left" in progress.counts_text()
+    text = capsys.readouterr().err
+    assert "timeout: b: too slow\n" in text
+    assert "t: 2/3 cells, 0 running, 1 failed" in text
+    assert [duration(seconds) for seconds in (12, 300, 7200)] == ["12 s", "5 min", "2.0 h"]
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert devices.choose("cpu") == [("cpu", {})]
+    monkeypatch.setattr(devices, "gpus", lambda: ["0", "2"])
+    assert devices.choose("auto") == [("cuda:0", {"CUDA_VISIBLE_DEVICES": "0"}), ("cuda:0", {"CUDA_VISIBLE_DEVICES": "2"})]
+    monkeypatch.setattr(devices, "gpus", list)
+    assert devices.choose("auto") == [("cpu", {})]
+    with pytest.raises(devices.NoDevice, match="no GPU is visible"):
+        devices.choose("cuda")
+    with pytest.raises(devices.NoDevice, match="accepted: auto, cpu, cuda"):
+        devices.choose("gpu")

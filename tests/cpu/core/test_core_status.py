@@ -1,0 +1,80 @@
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from pipeline import doctor, slurm_state
+from pipeline.config import ExperimentConfig
+from pipeline.folder import RunFolder
+from pipeline.plan import plan
+from pipeline.records import Record, Status, failure
+from pipeline.status import print_status, read_status, write_status
+
+CONFIG = ExperimentConfig.model_validate(
+    {"name": "t", "accuracy": {"implementations": ["eager", "sdpa", "trifast", "lma"], "crops": [16], "head_dims": [16], "cases": 2}}
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    found = RunFolder(tmp_path)
+    found.adopt(CONFIG)
+    for cell in plan(CONFIG):
+        if cell.implementation == "eager":
+            found.store.write(Record(cell=cell, cell_id=cell.id, status=Status.OK, kernel_digest="k"))
+        elif cell.implementation == "sdpa":
+            found.store.write(failure(cell, Status.OOM, "out of memory [8 GiB]", kernel_digest="k", attempt=2))
+        elif cell.implementation == "trifast":
+            found.store.write(failure(cell, Status.NOT_INSTALLED, "pip install trifast", kernel_digest="old"))
+    found.store.path(plan(CONFIG)[0]).write_text("{")
+    return found
+
+
+def test_what_is_done_missing_and_failed(folder: RunFolder) -> None:
+    found = read_status(folder.root)
+    assert dict(found.totals) == {"ok": 1, "missing": 3, "oom": 2, "not_installed": 2}
+    assert len(found.damaged) == 1
+    assert found.unplanned == 0
+    stream = io.StringIO()
+    print_status(folder.root, Console(file=stream, width=200))
+    text = stream.getvalue()
+    assert "out of memory [8 GiB]" in text  # square brackets are no markup
+    assert "not installed: trifast (2 cells): pip install trifast" in text
+    assert "damaged record" in text
+    assert "records of 2 kernel sources" in text
+    assert "to do: 5 cells" in text
+
+
+def test_the_status_for_other_programs(folder: RunFolder) -> None:
+    write_status(folder.root)
+    data = json.loads((folder.root / "status.json").read_text())
+    assert data["totals"]["oom"] == 2
+    assert {entry["reason"] for entry in data["failed"]} == {"out of memory [8 GiB]"}
+    assert {"experiment": "accuracy", "implementation": "lma", "missing": 2} in data["experiments"]
+
+
+def test_the_doctor_looks_at_everything() -> None:
+    from pipeline import implementations
+
+    findings = {finding.subject: finding for finding in doctor.examine()}
+    assert set(implementations.names()) <= set(findings)
+    assert {"PyTorch", "nvcc", "turbopair kernels", "Slurm", "container runtime"} <= set(findings)
+    assert findings["eager"].good
+    stream = io.StringIO()
+    assert doctor.print_report(console=Console(file=stream, width=200))
+    assert "eager" in stream.getvalue()
+
+
+def test_the_doctor_says_what_a_site_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = tmp_path / "site.yaml"
+    site.write_text("executor: slurm\npartition: gpus\ncontainer: {runtime: apptainer, image: /no/such.sif}")
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None if name == "apptainer" else f"/usr/bin/{name}")
+    monkeypatch.setattr(doctor, "_compiler", lambda: iter(()))
+    monkeypatch.setattr(slurm_state, "partitions", lambda: ["gpu"])
+    monkeypatch.setattr(slurm_state, "ask", lambda _: None)
+    wrong = {finding.subject: finding for finding in doctor.examine(site) if finding.good is False}
+    assert set(wrong) == {"site: partition", "container runtime", "container image"}
+    assert wrong["site: partition"].advice == "one of gpu"
+    assert "submitit" not in wrong

@@ -1,0 +1,133 @@
+"""Made-up records for the tests of everything after the records: plausible numbers, every kind of ending."""
+
+import math
+import random
+
+from pipeline.cells import Cell
+from pipeline.records import Record, Status
+
+DIGEST = "a1b2c3d4e5f60718" * 4
+H200 = {
+    "device": "cuda",
+    "gpu": {"name": "NVIDIA H200", "count": 1, "driver": "580.0", "power_limit_w": 700.0, "clocks_locked": False},
+    "cpu": "Some Xeon", "cpu_count": 16, "threads": 8, "os": "Debian 12", "python": "3.12.3",
+    "torch": "2.11.0", "cuda": "13.0", "triton": "3.6.0",
+    "git": {"commit": "0123456789abcdef", "dirty": False}, "tf32": False, "container_digest": None,
+}  # fmt: skip
+H100 = {**H200, "gpu": {**H200["gpu"], "name": "NVIDIA H100 80GB HBM3"}}
+CPU = {**H200, "device": "cpu", "gpu": None, "cuda": None, "cpu": "Some Laptop CPU", "cpu_count": 2, "threads": 2}
+TENSORS = ("out", "dq", "dk", "dv", "dbias")
+# relative to the bf16 floor: dq, dk, dv, dbias
+RATIOS = {
+    "eager": (3.3, 3.4, 3.5, 4.6), "sdpa": (1.22, 1.22, 1.0, 1.7), "flex": (1.0, 1.0, 1.0, 1.0), "trifast": (1.65, 1.4, 1.33, 1.43),
+    "openfold3_triton": (1.2, 1.2, 1.22, 1.35), "cuequivariance": (1.0, 1.0, 1.0, 0.2), "turbopair.plain": (1.9, 1.8, 1.0, 1.9),
+    "turbopair.paper": (1.2, 1.0, 1.0, 1.05), "turbopair.split_p": (1.1, 1.0, 1.0, 1.02), "turbopair.exact": (1.0, 0.99, 1.0, 1.0),
+}  # fmt: skip
+TIMES = {
+    "eager": (10.0, 18.5), "sdpa": (4.9, 12.6), "flex": (1.1, 4.2), "trifast": (1.96, 8.5), "openfold3_triton": (2.27, 13.2),
+    "cuequivariance": (2.68, 12.7), "turbopair.plain": (1.0, 2.6), "turbopair.paper": (1.0, 2.7), "turbopair.exact": (1.1, 3.0),
+}  # fmt: skip
+
+
+def cell(experiment, implementation, n=384, d=32, family="normal", seed=0, **more):
+    fields = {"slices": n, "heads": 4, "masked": family in ("masked", "openfold")} | more
+    return Cell(experiment=experiment, implementation=implementation, n=n, head_dim=d, family=family, seed=seed, **fields)
+
+
+def record(
+    of, metrics=None, status=Status.OK, reason=None, environment=H200, digest=DIGEST, version=None, finished="2026-11-30T10:00:00.000+00:00"
+):
+    return Record(
+        cell=of, cell_id=of.id, status=status, reason=reason, metrics=metrics or {}, environment=environment, kernel_digest=digest,
+        implementation_version=version, started=finished, finished=finished,
+    )  # fmt: skip
+
+
+def errors(ratios, floor=2.5e-4, dbias_floor=1e-3, dtype="bfloat16", noise=1.0, rms=0.1):
+    """Metrics of an accuracy record with the given ratios to the floor (dq, dk, dv, dbias)."""
+    metrics = {"dtype.dbias": dtype}
+    for tensor, ratio in zip(TENSORS, (1.0, *ratios), strict=True):
+        low = (dbias_floor if tensor == "dbias" else floor) * noise
+        metrics |= {f"rmse.{tensor}": ratio * low, f"floor.{tensor}": low, f"ratio.{tensor}": ratio, f"ref_rms.{tensor}": rms}
+        metrics |= {f"rel_rmse.{tensor}": ratio * low / rms, f"max_err.{tensor}": 6 * ratio * low}
+    return metrics
+
+
+def accuracy(name, n=384, d=32, family="normal", seed=0, *, experiment="accuracy", environment=H200, digest=DIGEST, **more):
+    ratios = RATIOS[name]
+    hard = {"normal": 1.0, "peaked": 1.3, "sharp": 2.0, "offset": 2.6, "masked": 1.0, "openfold": 0.8}[family]
+    if not name.endswith("exact"):
+        ratios = tuple(1 + (r - 1) * hard if r > 1 else r for r in ratios)
+    noise = (1 + 0.01 * random.Random(seed).gauss(0, 1)) * math.sqrt(384 / n)
+    metrics = errors(ratios, dtype="float32" if name == "cuequivariance" else "bfloat16", noise=noise)
+    version = {"cuequivariance": "0.13.0", "trifast": "0.1.13"}.get(name)
+    return record(cell(experiment, name, n, d, family, seed, **more), metrics, environment=environment, digest=digest, version=version)
+
+
+def determinism(name, n=384, d=32, family="normal", seed=0, *, differing=(), environment=H200, calls=5, digest=DIGEST):
+    metrics = {"calls": calls} | {f"bitwise.{t}": t not in differing for t in TENSORS}
+    return record(cell("determinism", name, n, d, family, seed), metrics, environment=environment, digest=digest)
+
+
+def timing(name, n=384, d=32, *, spread=0.02, environment=H200, digest=DIGEST, version=None, family="normal", scale=1.0):
+    forward, backward = (t * (n / 768) ** 3 * scale for t in TIMES[name])
+    times = {"forward": forward, "forward_grad": 1.1 * forward, "backward": backward, "both": 1.1 * forward + backward}
+    metrics = {"spread": spread, "unstable": spread > 0.05, "timer": "CUDA events", "warmup_iters": 80, "measured_iters": 50}
+    for key, ms in times.items():
+        metrics |= {f"ms.{key}": ms, f"ms.{key}.p10": ms * (1 - spread / 2), f"ms.{key}.p90": ms * (1 + spread / 2)}
+    metrics |= {"peak_bytes.forward": n * n * 1000, "peak_bytes.both": n * n * 4000, "host_us.forward": 30.0, "host_us.backward": 55.0}
+    version = version or {"cuequivariance": "0.13.0", "trifast": "0.1.13"}.get(name)
+    return record(cell("kernel_time", name, n, d, family), metrics, environment=environment, digest=digest, version=version)
+
+
+def step(name, crop=768, busy=9.0, wall=11.0, *, ranks=1, environment=H100):
+    of = cell("step_time", name, crop, 32, "openfold", options={"nodes": 1, "ranks_per_node": ranks})
+    metrics = {"s.wall": wall, "wall.p10": wall * 0.99, "wall.p90": wall * 1.01, "loss": 3.2145, "grad_norm": 1.0, "peak_bytes": 39 * 2**30}
+    metrics |= {"s.backward": wall / 2, "ranks": ranks} | ({"s.gpu_busy": busy} if busy else {})
+    return record(of, metrics, environment=environment)
+
+
+def whole_run(environment=H200, lengths=(384, 768), dims=(16, 32), seeds=2, families=("normal", "offset", "openfold")):
+    """A run with most endings: ok, failed, oom, not installed, unsupported, gated timing, a large spread, differing bits."""
+    records = []
+    names = [n for n in RATIOS if n != "turbopair.split_p"]
+    for n in lengths:
+        for d in dims:
+            for family in families:
+                for seed in range(seeds):
+                    at = {"n": n, "d": d, "family": family, "seed": seed, "environment": environment}
+                    for name in names:
+                        if name == "trifast" and n == 768 and seed == 1:
+                            reason = "CUDA error: an illegal memory access was encountered <at 0x7f|&_%>"
+                            records.append(record(cell("accuracy", name, n, d, family, seed), None, Status.FAILED, reason, environment))
+                        else:
+                            records.append(accuracy(name, **at))
+                        differing = {"flex": ("dbias",), "cuequivariance": ("dq", "dbias"), "openfold3_triton": ("dq",)}.get(name, ())
+                        records.append(determinism(name, **at, differing=differing))
+                    for name in ("turbopair.plain", "turbopair.paper", "turbopair.split_p", "turbopair.exact"):
+                        made = accuracy(name, **at, experiment="ablation")
+                        ms = {"turbopair.plain": 3.6, "turbopair.paper": 3.7, "turbopair.split_p": 3.8, "turbopair.exact": 4.2}[name]
+                        records.append(made.model_copy(update={"metrics": {**made.metrics, "ms.both": ms * (n / 768) ** 3}}))
+                    for name, status, reason in (
+                        ("deepspeed", Status.NOT_INSTALLED, "deepspeed is not installed: pip install deepspeed==0.19.8"),
+                        ("megafold", Status.UNSUPPORTED, "MegaFold needs N divisible by 128"),
+                    ):
+                        for experiment in ("accuracy", "determinism"):
+                            records.append(record(cell(experiment, name, n, d, family, seed), None, status, reason, environment))
+            for name in TIMES:
+                if name == "eager" and n == 768 and d == 32:
+                    records.append(
+                        record(cell("kernel_time", name, n, d), None, Status.OOM, "out of GPU memory: tried 14 GiB", environment)
+                    )
+                else:
+                    records.append(timing(name, n, d, environment=environment, spread=0.08 if name == "sdpa" else 0.02))
+            records.append(
+                record(cell("kernel_time", "deepspeed", n, d), None, Status.NOT_INSTALLED, "deepspeed is not installed", environment)
+            )
+    records.append(record(cell("kernel_time", "turbopair.split_p", 384, 32), timing("turbopair.paper").metrics, environment=environment))
+    for crop, scale in ((384, 0.3), (768, 1.0)):
+        for name, busy in {"pytorch": 14.0, "triton": 11.2, "cuequivariance": 9.24, "turbopair": 6.4}.items():
+            records.append(step(name, crop, busy * scale, busy * scale + 3, environment=environment))
+        lma = cell("step_time", "lma", crop, 32, "openfold")
+        records.append(record(lma, None, Status.TIMEOUT, "longer than 3600 s", environment))
+    return records

@@ -1,0 +1,244 @@
+import pytest
+import synthetic as syn
+
+from pipeline import claims, summary
+from pipeline.claims import Verdict
+from pipeline.records import Status
+
+
+def claim(records, key, planned=()):
+    found = [c for c in claims.evaluate(summary.frame(records, planned)) if c.key == key]
+    assert len(found) == 1
+    return found[0]
+
+
+def ablation(plain, paper, n=384, seeds=(0,), environment=syn.H200, family="normal"):
+    return [
+        syn.record(syn.cell("ablation", f"turbopair.{name}", n, seed=s, family=family), syn.errors(ratios), environment=environment)
+        for name, ratios in (("plain", plain), ("paper", paper))
+        for s in seeds
+    ]
+
+
+def all_cases():
+    return [(n, d, s) for n in (384, 640, 768) for d in (16, 32) for s in range(100)]
+
+
+# --- the residual ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("paper", "verdict"),
+    [
+        ((0.72, 0.53, 1.0, 0.6), Verdict.REPRODUCED),  # 28, 47, 40 %
+        ((0.72, 0.40, 1.0, 0.6), Verdict.EXCEEDED),  # dK 60 %
+        ((0.80, 0.40, 1.0, 0.6), Verdict.NOT_REPRODUCED),  # dQ 20 %, although dK is above the range
+        ((1.20, 1.20, 1.0, 1.2), Verdict.NOT_REPRODUCED),  # it adds error
+    ],
+)  # fmt: skip
+def test_residual(paper, verdict):
+    found = claim(ablation((1.0,) * 4, paper), "residual")
+    assert found.verdict is verdict
+    assert found.scope == "on 1 of 600 cases"  # never the bare word on a part of the cases
+
+
+def test_full_coverage_needs_no_qualification():
+    records = [
+        syn.record(syn.cell("ablation", f"turbopair.{name}", n, d, seed=s), syn.errors(ratios))
+        for n, d, s in all_cases()
+        for name, ratios in (("plain", (1.0,) * 4), ("paper", (0.6,) * 4))
+    ]
+    found = claim(records, "residual")
+    assert (found.words, found.cases) == ("reproduced", "600 of 600")
+
+
+def test_emulation_and_fewer_slices_are_said():
+    records = [
+        syn.record(syn.cell("ablation", f"turbopair.{name}", 384, slices=8), syn.errors(ratios), environment=syn.CPU)
+        for name, ratios in (("plain", (1.0,) * 4), ("paper", (0.6,) * 4))
+    ]
+    found = claim(records, "residual")
+    assert found.words == "reproduced (CPU emulation; on 0 of 600 cases and 1 other: N = 384 with 8 slices)"
+    assert found.device == "CPU (Some Laptop CPU)"
+
+
+@pytest.mark.parametrize("paper", [0.6, 0.98])
+def test_other_sizes_neither_reproduce_nor_refute(paper):
+    found = claim(ablation((1.0,) * 4, (paper,) * 4, n=64), "residual")
+    assert found.words == "not run (none of the claim's sizes, only N = 64)"
+    assert f"dQ {100 * (1 - paper):.1f} %" in found.measured
+
+
+def test_other_sizes_of_the_other_claims():
+    records = [syn.record(syn.cell("accuracy", who, 64), syn.errors((1.0,) * 4)) for who in ("turbopair.paper", "sdpa")]
+    assert claim(records, "lowest_rmse.paper").scope.startswith("none of the claim's sizes")
+    assert claim([syn.determinism("turbopair.exact", 64)], "bitwise").scope.startswith("none of the claim's sizes")
+    differing = syn.determinism("turbopair.exact", 64, differing=("dq",))
+    assert claim([differing], "bitwise").verdict is Verdict.NOT_REPRODUCED  # one difference at any size is one too many
+
+
+def test_the_papers_sizes_are_judged_where_they_exist():
+    records = ablation((1.0,) * 4, (0.6,) * 4, n=384) + ablation((1.0,) * 4, (0.99,) * 4, n=64)
+    assert claim(records, "residual").verdict is Verdict.REPRODUCED
+
+
+def test_other_families_are_told_but_not_judged():
+    found = claim(ablation((1.0,) * 4, (0.6,) * 4) + ablation((1.0,) * 4, (0.9,) * 4, family="peaked"), "residual")
+    assert found.verdict is Verdict.REPRODUCED and "peaked 10 to 10 %" in found.measured
+
+
+def test_residual_not_run_says_why():
+    failed = [syn.record(syn.cell("ablation", "turbopair.paper"), None, Status.FAILED, "illegal instruction")]
+    assert claim(failed, "residual").words == "not run (failed: illegal instruction)"
+    assert claim([syn.accuracy("sdpa")], "residual").words == "not run (no ablation in this run)"
+
+
+# --- lowest error ----------------------------------------------------------------------------------------------------
+
+
+def accuracies(own, peers, name="turbopair.paper", seeds=(0, 1), **more):
+    return [
+        syn.record(syn.cell("accuracy", who, seed=s), syn.errors(ratios, **more))
+        for who, ratios in {name: own, **peers}.items()
+        for s in seeds
+    ]
+
+
+@pytest.mark.parametrize(
+    ("own", "verdict", "word"),
+    [
+        ((1.0, 1.0, 9.0, 1.0), Verdict.REPRODUCED, "below"),  # dV is not part of the claim
+        ((1.2, 1.0, 1.0, 1.0), Verdict.REPRODUCED, "level with"),
+        ((1.3, 1.0, 1.0, 1.0), Verdict.NOT_REPRODUCED, "above"),
+    ],
+)  # fmt: skip
+def test_lowest(own, verdict, word):
+    found = claim(accuracies(own, {"flex": (1.2, 1.2, 1.0, 1.2), "sdpa": (1.5,) * 4}), "lowest_rmse.paper")
+    assert found.verdict is verdict and f"{word} FlexAttention" in found.measured
+    assert found.scope == "on 2 of 600 cases"
+
+
+def test_each_precision_is_judged_by_itself():
+    records = accuracies((1.3,) * 4, {"flex": (1.0,) * 4, "turbopair.exact": (0.9,) * 4})
+    assert claim(records, "lowest_rmse.paper").verdict is Verdict.NOT_REPRODUCED
+    assert claim(records, "lowest_rmse.exact").verdict is Verdict.REPRODUCED
+
+
+def test_peers_without_all_cases_are_named_and_left_out():
+    records = accuracies((1.2,) * 4, {"sdpa": (1.5,) * 4})
+    records.append(syn.record(syn.cell("accuracy", "flex"), syn.errors((1.0,) * 4)))
+    found = claim(records, "lowest_rmse.paper")
+    assert found.verdict is Verdict.REPRODUCED and "not all cases, so not compared: FlexAttention" in found.measured
+
+
+def test_bias_gradients_of_another_type_are_named_and_left_out():
+    records = accuracies((1.0,) * 4, {"sdpa": (1.5,) * 4})
+    records += [syn.record(syn.cell("accuracy", "cuequivariance", seed=s), syn.errors((1, 1, 1, 0.2), dtype="float32")) for s in (0, 1)]
+    found = claim(records, "lowest_rmse.paper")
+    assert found.verdict is Verdict.REPRODUCED and "dBias of another type, so not compared: cuEquivariance" in found.measured
+
+
+def test_lowest_among_nobody_is_no_claim():
+    found = claim(accuracies((1.0,) * 4, {}), "lowest_rmse.paper")
+    assert found.words == "not run (no other implementation measured on the same cases)"
+
+
+# --- bitwise ---------------------------------------------------------------------------------------------------------
+
+
+def test_bitwise_full_partial_and_contradicted():
+    everything = [syn.determinism("turbopair.exact", n, d, seed=s) for n, d, s in all_cases()]
+    assert claim(everything, "bitwise").words == "reproduced"
+    assert claim(everything[:24], "bitwise").words == "reproduced (on 24 of 600 cases)"
+    differing = syn.determinism("turbopair.exact", 768, 32, seed=99, differing=("dbias",))
+    found = claim([*everything[:-1], differing], "bitwise")
+    assert found.verdict is Verdict.NOT_REPRODUCED and "599/600" in found.measured
+
+
+def test_bitwise_scope_is_that_of_the_least_covered_precision():
+    records = [syn.determinism("turbopair.exact", n, d, seed=s) for n, d, s in all_cases()]
+    records.append(syn.determinism("turbopair.paper"))
+    assert claim(records, "bitwise").words == "reproduced (on 1 of 600 cases)"
+
+
+def test_bitwise_needs_five_calls_and_a_gpu():
+    assert claim([syn.determinism("turbopair.exact", calls=2)], "bitwise").words == "not run (only 2 calls a case, the claim has 5)"
+    emulated = claim([syn.determinism("turbopair.exact", environment=syn.CPU)], "bitwise")
+    assert emulated.words == "not run (no GPU; the figures are the CPU emulation's)" and "1/1" in emulated.measured
+
+
+def test_bitwise_of_peers_does_not_count():
+    assert claim([syn.determinism("sdpa")], "bitwise").verdict is Verdict.NOT_RUN
+
+
+def test_bitwise_names_failed_cases():
+    records = [
+        syn.determinism("turbopair.exact"),
+        syn.record(syn.cell("determinism", "turbopair.exact", seed=1), None, Status.OOM, "too large"),
+    ]
+    assert claim(records, "bitwise").scope == "on 1 of 600 cases; 1 of 2 oom: too large"
+
+
+# --- optimizer step --------------------------------------------------------------------------------------------------
+
+BACKENDS = ("pytorch", "lma", "deepspeed", "triton", "cuequivariance_attention", "flex", "cuequivariance")
+
+
+def steps(own, others=10.0, ranks=16, environment=syn.H100, **more):
+    return [syn.step(name, busy=more.get(name, others), ranks=ranks, environment=environment) for name in BACKENDS] + [
+        syn.step("turbopair", busy=own, ranks=ranks, environment=environment)
+    ]
+
+
+def test_fastest_step_on_the_claimed_machine_needs_no_qualification():
+    assert claim(steps(9.0), "step_lowest").words == "reproduced"
+    assert claim(steps(10.5), "step_lowest").words == "not reproduced"
+
+
+def test_fastest_step_elsewhere_says_where():
+    found = claim(steps(9.0, ranks=1, environment=syn.H200)[3:], "step_lowest")
+    assert found.words == "reproduced (5 back ends; 1 GPU, not 16; on NVIDIA H200, not H100)"
+
+
+@pytest.mark.parametrize(("own", "verdict"), [(10 / 1.73, Verdict.REPRODUCED), (5.0, Verdict.EXCEEDED), (7.0, Verdict.NOT_REPRODUCED)])
+def test_step_speedup(own, verdict):
+    found = claim(steps(own), "step_speedup.triton")
+    assert found.verdict is verdict and found.scope == "" and f"{10 / own:.2f}" in found.measured
+
+
+def test_step_speedup_at_another_crop_is_not_the_claim():
+    records = [syn.step(name, crop=384, ranks=16) for name in ("triton", "turbopair")]
+    assert claim(records, "step_speedup.triton").words == "not run (no step time of OpenFold3 Triton or turbopair at crop 768)"
+
+
+def test_step_in_wall_time_says_so():
+    records = [syn.step(name, busy=None, wall=wall, ranks=16) for name, wall in (("triton", 17.3), ("turbopair", 10.0))]
+    assert claim(records, "step_speedup.triton").words == "reproduced (wall time, not GPU time)"
+
+
+def test_step_without_gpu():
+    records = [syn.step(name, ranks=2, environment=syn.CPU) for name in ("triton", "turbopair")]
+    for key in ("step_lowest", "step_speedup.triton", "step_speedup.cuequivariance"):
+        assert claim(records, key).words == "not run (no GPU)"
+
+
+# --- as a whole ------------------------------------------------------------------------------------------------------
+
+
+def test_claims_are_judged_machine_by_machine():
+    records = ablation((1.0,) * 4, (0.6,) * 4, environment=syn.H200) + ablation((1.0,) * 4, (0.9,) * 4, environment=syn.H100)
+    found = {c.device: c.verdict for c in claims.evaluate(summary.frame(records)) if c.key == "residual"}
+    assert found == {"NVIDIA H200": Verdict.REPRODUCED, "NVIDIA H100 80GB HBM3": Verdict.NOT_REPRODUCED}
+
+
+def test_without_records_every_claim_is_not_run():
+    found = claims.evaluate(summary.frame([]))
+    assert len(found) == 7 and {c.verdict for c in found} == {Verdict.NOT_RUN} and all(c.scope for c in found)
+
+
+def test_markdown_has_every_verdict(run):
+    found = claims.evaluate(summary.frame(run))
+    text = claims.markdown_text(found, ["A note."])
+    for c in found:
+        assert text.count(c.words) >= 2 and c.statement in text
+    assert text.rstrip().endswith("- A note.")

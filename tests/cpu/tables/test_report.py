@@ -1,0 +1,132 @@
+import io
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+import synthetic as syn
+from rich.console import Console
+
+from pipeline.config import ExperimentConfig
+from pipeline.records import RecordWriteError, Status
+from pipeline.show import show
+from pipeline.tables import write_all
+
+ATTACK = '<script>alert("x")</script><img src=x onerror=alert(1)> & \' "'
+
+
+@pytest.fixture(scope="module")
+def page(written):
+    return (written[0] / "report.html").read_text()
+
+
+class Outline(HTMLParser):
+    """Collects ids and links, and checks that tags are balanced."""
+
+    VOID = frozenset({"meta", "br", "img", "link", "hr", "input"})
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.ids, self.links, self.loads = [], [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        known = dict(attrs)
+        self.ids += [known["id"]] if "id" in known else []
+        self.links += [known["href"]] if tag == "a" else []
+        self.loads += [known[k] for k in ("src", "data") if k in known] + ([known.get("href")] if tag == "link" else [])
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        known = dict(attrs)
+        self.ids += [known["id"]] if "id" in known else []
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open.pop() == tag, f"unbalanced </{tag}>"
+
+
+def test_page_is_whole_and_needs_nothing_else(page):
+    outline = Outline()
+    outline.feed(page)
+    assert outline.open == []
+    assert outline.loads == []  # nothing is fetched
+    assert not re.search(r"url\((?!#)|@import|fetch\(|XMLHttpRequest", page)
+    assert len(outline.ids) == len(set(outline.ids))  # five SVGs in one document
+    assert {link[1:] for link in outline.links} <= set(outline.ids)
+
+
+def test_references_inside_the_figures_resolve(page):
+    ids = set(re.findall(r'\bid="([^"]+)"', page))
+    used = set(re.findall(r'xlink:href="#([^"]+)"', page)) | set(re.findall(r"url\(#([^)]+)\)", page))
+    assert used and used <= ids
+
+
+def test_page_holds_summary_claims_tables_and_environment(page):
+    for piece in (
+        "675",
+        "Claims of the paper",
+        "Accuracy against FP64",
+        "out of GPU memory: tried 14 GiB",
+        "power limit",
+        "python -m pipeline run",
+    ):
+        assert piece in page
+    assert page.count("<svg") == 5
+
+
+def test_reasons_and_names_are_escaped(tmp_path):
+    environment = {**syn.H200, "gpu": {**syn.H200["gpu"], "name": f"GPU {ATTACK}"}}
+    records = [
+        syn.record(syn.cell("accuracy", "trifast"), None, Status.FAILED, ATTACK, environment=environment),
+        syn.accuracy("sdpa", environment=environment),
+    ]
+    write_all(records, None, tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert ATTACK not in page and "<script>alert" not in page and "<img" not in page
+    assert "&lt;script&gt;alert(" in page
+    Outline().feed(page)
+    assert "\\<script\\>" in (tmp_path / "tables" / "accuracy.md").read_text()
+
+
+def test_svgs_are_well_formed_and_undated(written):
+    paths = sorted((written[0] / "figures").glob("*.svg"))
+    assert len(paths) == 5
+    for path in paths:
+        text = path.read_text()
+        ElementTree.fromstring(text)
+        assert "dc:date" not in text
+        assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_configuration_names_the_run(tmp_path):
+    config = ExperimentConfig.model_validate(
+        {"name": "tiny", "title": "A tiny run", "accuracy": {"implementations": ["sdpa", "eager"], "crops": [384], "head_dims": [32]}}
+    )
+    write_all([syn.accuracy("sdpa")], config, tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert "<h1>A tiny run</h1>" in page and "results/tiny/config.yaml" in page
+    assert "not run: no record yet" in (tmp_path / "tables" / "accuracy.md").read_text()  # eager
+
+
+def test_file_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "tables").write_text("a file where the folder should be")
+    with pytest.raises(RecordWriteError, match=r"tables/accuracy\.md"):
+        write_all([syn.accuracy("sdpa")], None, tmp_path)
+
+
+def terminal(name, records, width=150):
+    out = io.StringIO()
+    show(name, records, Console(file=out, width=width))
+    return out.getvalue()
+
+
+def test_show_prints_numbers_and_reasons(run):
+    text = terminal("accuracy", run)
+    assert "turbopair (exact)" in text and "2.16" in text
+    assert "DeepSpeed DS4Sci: not installed: deepspeed is not installed" in text
+    assert "12 more sections by size or inputs are in tables/accuracy.md" in text
+
+
+def test_show_prints_reasons_literally():
+    failed = syn.record(syn.cell("accuracy", "trifast"), None, Status.FAILED, "bad [bold]tag[/bold] index [0]")
+    assert "bad [bold]tag[/bold] index [0]" in terminal("accuracy", [failed])

@@ -1,0 +1,150 @@
+"""The Snakefile: what it would run, a real run, and signals."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline import REPOSITORY
+from pipeline.cells import EXPERIMENTS
+
+SNAKEFILE = (REPOSITORY / "Snakefile").read_text()
+PROFILES = {name: REPOSITORY / "config/profiles" / name for name in ("local", "slurm")}
+
+
+def snakemake(run: Any, *more: str, profile: str = "local", program: str = "snakemake") -> list[str]:
+    head = [sys.executable, "-m", "snakemake"] if program == "snakemake" else [sys.executable, "-m", "pipeline", "workflow"]
+    # Snakemake's own folder (locks, metadata) is in the run's folder, so that tests do not meet each other
+    places = ["--snakefile", str(REPOSITORY / "Snakefile"), "--directory", str(run.folder / "work")]
+    values = [f"config={run.config}", f"site={run.site}", f"results={run.results}"]
+    return [*head, "--profile", str(PROFILES[profile]), *places, *more, "--config", *values]
+
+
+def test_it_is_a_table_of_contents() -> None:
+    assert len(SNAKEFILE.splitlines()) < 80
+    rules = re.findall(r"^rule (\w+):$", SNAKEFILE, re.MULTILINE)
+    assert {"all", *EXPERIMENTS, "tables", "report"} <= set(rules)
+    for body in re.split(r"^rule ", SNAKEFILE, flags=re.MULTILINE)[1:]:
+        if "shell:" in body:
+            assert re.search(r"^    log: ", body, re.MULTILINE)
+            assert "resources: mem_mb=" in body
+            assert 'shell: "exec {PYTHON} -m pipeline ' in body
+    assert not re.search(r"\bmem=", SNAKEFILE), "one memory key only: sbatch refuses two"
+
+
+def test_profiles_differ_only_in_how_many_rules_run_at_once() -> None:
+    local, slurm = (yaml.safe_load((folder / "config.yaml").read_text()) for folder in PROFILES.values())
+    assert local["latency-wait"] >= 60
+    assert slurm["latency-wait"] >= 60
+    assert {key for key in local if local[key] != slurm.get(key)} <= {"cores", "latency-wait"}
+    assert set(local) == set(slurm)
+
+
+@pytest.mark.parametrize("profile", sorted(PROFILES))
+@pytest.mark.parametrize("config", ["paper", "smoke"])
+def test_dry_run_of_what_is_shipped(run: Any, profile: str, config: str) -> None:
+    run.config = REPOSITORY / f"config/{config}.yaml"
+    run.site = REPOSITORY / f"config/sites/{profile}.yaml"
+    (run.folder / "work").mkdir()
+    done = run.call(snakemake(run, "--dry-run", profile=profile))
+    assert done.returncode == 0, done.stdout
+    wanted = [name for name in EXPERIMENTS if yaml.safe_load(run.config.read_text()).get(name)]
+    for name in wanted:
+        assert f"--experiment {name} --keep-going --no-tables" in done.stdout
+    assert done.stdout.count("rule measure:") == len(wanted)
+    assert f"pipeline tables {run.results}" in done.stdout
+
+
+def test_a_typo_stops_it_before_any_rule(run: Any) -> None:
+    run.write_config("eager", crop=[3])
+    (run.folder / "work").mkdir()
+    done = run.call(snakemake(run))
+    assert done.returncode != 0
+    assert "accuracy.crop: no such key (did you mean 'crops'?)" in done.stdout
+    assert not run.results.exists()
+
+
+def test_a_real_run_with_a_failing_peer(run: Any) -> None:
+    run.write_config("eager", "odd.raises")
+    (run.folder / "work").mkdir()
+    done = run.call(snakemake(run))
+    assert done.returncode == 0, done.stdout
+    assert "this peer always raises" in (run.results / "tables/accuracy.md").read_text()
+    assert "this peer always raises" in done.stdout, "the status at the end names what failed"
+    again = run.call(snakemake(run))
+    assert "Nothing to be done" in again.stdout, again.stdout
+    run.mended.touch()
+    again = run.call(snakemake(run, "--forcerun", "measure"))
+    assert again.returncode == 0, again.stdout
+    assert "this peer always raises" not in (run.results / "tables/accuracy.md").read_text()
+
+
+def test_nothing_succeeding_is_no_success(run: Any) -> None:
+    run.write_config("odd.raises")
+    (run.folder / "work").mkdir()
+    done = run.call(snakemake(run))
+    assert done.returncode != 0
+    assert not (run.results / "report.html").exists()
+    assert "no cell has succeeded" in (run.results / "jobs/logs/snakemake-tables.log").read_text()
+
+
+def wait_for(condition: Any, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("how", ["SIGTERM to the launcher", "SIGKILL to all"])
+def test_stopped_and_continued(run: Any, how: str) -> None:
+    run.write_config("odd.waits", cases=8)
+    (run.folder / "work").mkdir()
+    command = snakemake(run, program="launcher")
+    process = subprocess.Popen(
+        command, cwd=REPOSITORY, env=run.environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    records = run.results / "records/accuracy"
+    wait_for(lambda: len(list(records.glob("*.json"))) >= 2)
+    if how.startswith("SIGTERM"):
+        process.send_signal(signal.SIGTERM)
+    else:
+        for pid in [process.pid, *children(process.pid)]:
+            os.kill(pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    wait_for(lambda: not [1 for entry in Path("/proc").glob("[0-9]*/cmdline") if str(run.results).encode() in read(entry)], 20)
+    before = {path: path.stat().st_mtime_ns for path in records.glob("*.json")}
+    assert len(before) < 8
+    unlocked = run.call(snakemake(run, "--unlock", program="launcher"))
+    assert unlocked.returncode == 0, unlocked.stdout
+    done = run.call(snakemake(run, "--rerun-incomplete", program="launcher"))
+    assert done.returncode == 0, done.stdout
+    assert len(list(records.glob("*.json"))) == 8
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def children(pid: int) -> list[int]:
+    """The launcher's direct and indirect children, as far as they run `snakemake` or `pipeline run`."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        fields = read(entry).decode(errors="replace").rpartition(")")[2].split()
+        if len(fields) > 1 and int(fields[1]) == pid:
+            child = int(entry.parent.name)
+            found += [child, *children(child)]
+    return found
