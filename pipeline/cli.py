@@ -1,4 +1,4 @@
-"""The command line: `python -m pipeline plan|run|work|status|tables|show|doctor|config|workflow`."""
+"""The command line: `python -m pipeline plan|run|work|status|tables|show|doctor|site|config|workflow`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pipeline.cells import EXPERIMENTS
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 ExperimentName = StrEnum("ExperimentName", {name: name for name in EXPERIMENTS})  # type: ignore[misc]
+TableName = StrEnum("TableName", {name: name for name in (*EXPERIMENTS, "claims")})  # type: ignore[misc]
 P = ParamSpec("P")
 
 ConfigOption = Annotated[Path, typer.Option("--config", help="What to run (YAML, see config/).")]
@@ -105,7 +106,7 @@ def run(
     summary = launch.run(settings, sites.load(site, set_site), root, experiments=_names(experiment), say=typer.echo)
     write_status(root)
     typer.echo(summary.text())
-    if tables and summary.succeeded:
+    if tables:
         _write_tables(root)
     if summary.exit_status and not (keep_going and not summary.missing):
         raise typer.Exit(summary.exit_status)
@@ -138,22 +139,51 @@ def status(results: Annotated[Path, typer.Argument(help="Folder of the run.")] =
 @app.command()
 @_clear_errors
 def tables(results: Annotated[Path, typer.Argument(help="Folder of the run.")] = Path("results/smoke")) -> None:
-    """Write tables, figures, claims.md and report.html from the records."""
-    _write_tables(results)
+    """Write tables, figures, claims.md and report.html from the records.
+
+    Exit status: 2 when no cell has succeeded; the tables are written all the same and say why each row is empty.
+    """
+    if not _write_tables(results):
+        raise typer.Exit(2)
 
 
 @app.command()
 @_clear_errors
-def show(experiment: ExperimentName, results: Annotated[Path, typer.Argument(help="Folder of the run.")] = Path("results/smoke")) -> None:
-    """Print the table of one experiment in the terminal."""
+def show(table: TableName, results: Annotated[Path, typer.Argument(help="Folder of the run.")] = Path("results/smoke")) -> None:
+    """Print the table of one experiment, or the claims, in the terminal."""
     from rich.console import Console
 
+    from pipeline.config import load_plugins
     from pipeline.folder import RunFolder
     from pipeline.plan import plan as make_plan
     from pipeline.show import show as print_table
+    from pipeline.show import show_claims
 
     folder = RunFolder(results)
-    print_table(str(experiment.value), folder.store.read_all().records, Console(), make_plan(folder.read_config()))
+    config = folder.read_config()
+    load_plugins(config)
+    records = folder.store.read_all().records
+    if table.value == "claims":
+        show_claims(records, Console(), make_plan(config))
+    else:
+        print_table(str(table.value), records, Console(), make_plan(config))
+
+
+@app.command()
+@_clear_errors
+def site(write: Annotated[Path | None, typer.Option("--write", help="Write the site file here, if it differs.")] = None) -> None:
+    """Find out where experiments can run: the GPUs of this machine, a Slurm cluster with GPUs, or the CPU; print the site file."""
+    from pipeline.detect import detect, site_file
+
+    found, why = detect()
+    text = site_file(found, why)
+    if write is None:
+        typer.echo(text, nl=False)
+        return
+    typer.echo(f"site: {why}")
+    if not write.exists() or write.read_text(encoding="utf-8") != text:  # its time stamp makes Snakemake look for missing results
+        write.parent.mkdir(parents=True, exist_ok=True)
+        write.write_text(text, encoding="utf-8")
 
 
 @app.command()
@@ -199,22 +229,27 @@ def workflow(context: typer.Context) -> None:
     raise typer.Exit(snakemake(context.args))
 
 
-def _write_tables(root: Path) -> None:
-    from pipeline.folder import FolderError, RunFolder
+def _write_tables(root: Path) -> bool:
+    """Write them, and say where and what is odd about them; whether any cell of the run has succeeded."""
+    from pipeline.config import load_plugins
+    from pipeline.folder import RunFolder
     from pipeline.tables import write_all
 
     folder = RunFolder(root)
     config = folder.read_config()
+    load_plugins(config)
     reading = folder.store.read_all()
     for damaged in reading.damaged:
         typer.echo(f"{damaged}; left out of the tables, the next run computes it again", err=True)
     gpus = sorted({str(gpu["name"]) for record in reading.records if (gpu := record.environment.get("gpu"))})
     if len(gpus) > 1:
         typer.echo(f"warning: records of {len(gpus)} GPU models in one run ({', '.join(gpus)}); the tables keep them apart", err=True)
-    if not any(record.status == "ok" for record in reading.records):
-        raise FolderError(f"{root}: no cell has succeeded, so there is nothing to make tables of; see `python -m pipeline status {root}`")
+    succeeded = any(record.status == "ok" for record in reading.records)
+    if not succeeded:
+        typer.echo(f"warning: no cell has succeeded: the tables hold reasons only; see `python -m pipeline status {root}`", err=True)
     write_all(reading.records, config, folder.root)
     typer.echo(f"tables: {root / 'tables'}  claims: {root / 'claims.md'}  report: {root / 'report.html'}")
+    return succeeded
 
 
 def main() -> None:

@@ -95,7 +95,7 @@ class Summary:
             if len(names) > NAMES_SHOWN:
                 lines.append(f"    and {len(names) - NAMES_SHOWN} more, see status.json")
         if not self.succeeded:
-            lines.append("no cell succeeded: there are no tables to make; `python -m pipeline doctor` tells what this machine can run")
+            lines.append("no cell succeeded: the tables hold reasons only; `python -m pipeline doctor` tells what this machine can run")
         return "\n".join(lines)
 
 

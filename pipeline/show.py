@@ -9,7 +9,9 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from pipeline import claims, summary
 from pipeline.cells import Cell
+from pipeline.claims import Verdict
 from pipeline.records import Record
 from pipeline.table_model import ABSENT, Column, Section, Value
 from pipeline.tables import build
@@ -29,6 +31,16 @@ def show(name: str, records: Sequence[Record], console: Console, planned: Iterab
         console.print(Text(f"{hidden} more sections by size or inputs are in tables/{name}.md", style="dim"))
     for note in table.footnotes:
         console.print(Text(note, style="dim"))
+
+
+def show_claims(records: Sequence[Record], console: Console, planned: Iterable[Cell] = ()) -> None:
+    """Print each claim of the paper with its verdict, and what it rests on when it was measured."""
+    colours = {Verdict.REPRODUCED: "green", Verdict.EXCEEDED: "bold green", Verdict.NOT_REPRODUCED: "red"}
+    console.print(Text("Claims of the paper", style="bold"))
+    for claim in claims.evaluate(summary.frame(records, planned)):
+        console.print(Text.assemble((claim.words, colours.get(claim.verdict, "dim")), f": {claim.statement} [{claim.device}]"))
+        if claim.verdict is not Verdict.NOT_RUN:
+            console.print(Text(f"    measured: {claim.measured}; paper: {claim.paper}", style="dim"))
 
 
 def _print_section(section: Section, console: Console) -> None:

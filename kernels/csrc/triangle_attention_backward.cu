@@ -357,7 +357,8 @@ __device__ __forceinline__ void consume(const BackwardParams &p, const Unit &u, 
             for (int e = 0; e < 4; e++) {
                 float shift = e % 2 ? -row.y : -row.x;
                 if constexpr (kHasMask) shift += e < 2 ? mask0 : mask1;
-                x[e] = exp2_approx(fmaf(s[i * 4 + e], scale, fmaf(bias.get(i * 4 + e), bias_scale, shift)));
+                // P <= 1: where scores are so large that the log-sum-exp is rounded by whole units, a weight must not overflow.
+                x[e] = exp2_approx(fminf(fmaf(s[i * 4 + e], scale, fmaf(bias.get(i * 4 + e), bias_scale, shift)), 0.f));
             }
             pt[2 * i] = pack_bf16(x[0], x[1]);
             pt[2 * i + 1] = pack_bf16(x[2], x[3]);

@@ -244,8 +244,9 @@ __device__ __forceinline__ void add_terms(float (&s)[4][4], float scale, const f
     }
 }
 
-// The difference is taken before the change of base: its rounding then is relative to the exponent, not to the scores.
-__device__ __forceinline__ float exponential(float score, float reference) { return exp2_approx((score - reference) * kLog2e); }
+// The difference is taken before the change of base: its rounding then is relative to the exponent, not to the scores. It is never positive
+// (the reference is a maximum or a log-sum-exp) but for rounding, which is whole units where scores are huge: a weight must not overflow.
+__device__ __forceinline__ float exponential(float score, float reference) { return exp2_approx(fminf(score - reference, 0.f) * kLog2e); }
 
 // Row reductions over the 16 threads that share ty: a butterfly, the same order in every thread.
 __device__ __forceinline__ float row_max(float x) {

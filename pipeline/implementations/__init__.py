@@ -1,13 +1,13 @@
 """The implementations that are compared: one small file a peer, found by name.
 
 Adding a peer is adding one file here with a class under :func:`register` (see :class:`Implementation`). A peer that
-lives elsewhere is loaded from the modules named in ``PIPELINE_IMPLEMENTATIONS`` (import names, comma-separated).
+lives elsewhere is loaded from a module that the configuration names under ``plugins:``.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
-import os
 import pkgutil
 
 from pipeline.implementations.base import (
@@ -20,10 +20,6 @@ from pipeline.implementations.base import (
 )
 
 __all__ = ["Bound", "Implementation", "NotInstalled", "Unsupported", "get", "names", "register"]
-
-#: modules from outside this repository, comma-separated import names
-PLUGINS = "PIPELINE_IMPLEMENTATIONS"
-_loaded: set[str] = set()
 
 
 def names() -> list[str]:
@@ -40,16 +36,8 @@ def get(name: str) -> Implementation:
     return registered[name]
 
 
+@functools.cache
 def _load() -> None:
-    own = [f"{__name__}.{module.name}" for module in pkgutil.iter_modules(__path__) if module.name != "base"]
-    outside = [entry.strip() for entry in os.environ.get(PLUGINS, "").split(",") if entry.strip()]
-    for module in [*own, *outside]:
-        if module in _loaded:
-            continue
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            if module in outside:
-                raise ImportError(f"{PLUGINS} names {module!r}, which cannot be imported: {error}") from error
-            raise
-        _loaded.add(module)
+    for module in pkgutil.iter_modules(__path__):
+        if module.name != "base":
+            importlib.import_module(f"{__name__}.{module.name}")

@@ -17,11 +17,11 @@ SCHEMA = 1
 
 
 class StampRecorder:
-    """A pytest plugin. Figures come from the tests' ``record_property``: ``max.*`` keeps the largest value, ``count.*`` adds up."""
+    """A pytest plugin, with or without xdist. Figures come from the tests' ``record_property``: ``max.*`` keeps the largest value,
+    ``count.*`` adds up."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
-        self.deselected = False
         self.selected: set[str] = set()
         self.may_skip: set[str] = set()
         self.passed: set[str] = set()
@@ -29,17 +29,17 @@ class StampRecorder:
         self.failed: set[str] = set()
         self.figures: dict[str, float] = {}
 
-    def pytest_deselected(self, items: list[pytest.Item]) -> None:
-        self.deselected |= any(_in_suite(item) for item in items)
-
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        items = [item for item in session.items if _in_suite(item)]
-        self.selected = {item.nodeid for item in items}
-        self.may_skip = {item.nodeid for item in items if item.get_closest_marker("may_skip")}
-        files = {item.path for item in items}
-        self.deselected |= files != set(SUITE.glob("test_*.py")) or any("::" in argument for argument in self.config.args)
+        self.selected |= {item.nodeid for item in session.items if item.path.parent == SUITE}
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
+        """With xdist the workers collect; this process only hears of it."""
+        self.selected |= {name for name in ids if (self.config.rootpath / name.partition("::")[0]).parent == SUITE}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if "may_skip" in report.keywords:
+            self.may_skip.add(report.nodeid)
         if report.failed:
             self.failed.add(report.nodeid)
         elif report.skipped:
@@ -49,6 +49,14 @@ class StampRecorder:
         if report.when == "call":
             for name, value in report.user_properties:
                 self._add(name, value)
+
+    @property
+    def deselected(self) -> bool:
+        """Whether the command line chose a part of the suite."""
+        option = self.config.option
+        files = {self.config.rootpath / name.partition("::")[0] for name in self.selected}
+        chosen = option.keyword or option.markexpr not in ("", "gpu") or any("::" in argument for argument in self.config.args)
+        return bool(chosen) or files != set(SUITE.glob("test_*.py"))
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         reason = self.refusal()
@@ -115,10 +123,6 @@ def write(root: Path, content: dict[str, Any]) -> Path:
 def slug(name: str) -> str:
     """``NVIDIA H200`` to ``nvidia-h200``."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
-def _in_suite(item: pytest.Item) -> bool:
-    return item.path.parent == SUITE
 
 
 def _driver(index: int) -> dict[str, Any]:

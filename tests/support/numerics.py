@@ -15,9 +15,10 @@ from turbopair.triangle_attention.reference import reference
 
 TENSORS = ("out", "dq", "dk", "dv", "dbias")
 
-# How far from plain PyTorch of the same dtype: bf16 kernels keep fp32 inside and must not be worse at all; in fp32 and fp64 both differ
-# from the gold by the order of summation only, which is a matter of luck within a small factor.
-FACTOR = {torch.bfloat16: 1.0, torch.float32: 3.0, torch.float64: 3.0}
+# How far from plain PyTorch of the same dtype: bf16 kernels keep fp32 inside and must not be worse at all. In fp32 and fp64 both differ
+# from the gold by the order of summation, a matter of luck within a small factor, and the kernels recompute P from the log-sum-exp, whose
+# rounding is relative to its size (a few units), where PyTorch keeps P itself.
+FACTOR = {torch.bfloat16: 1.0, torch.float32: 4.0, torch.float64: 4.0}
 
 Attention = Callable[..., Tensor]
 

@@ -3,8 +3,11 @@
 It lets the operator, and every experiment on it, run without a GPU, and it says what accuracy the kernels should reach. Its bits
 are its own (a matrix product adds in another order than a tensor core); what it shares with the kernels is what decides the error:
 
-* scores, exponentials and sums in fp32; keys in tiles of 64 with a running maximum;
-* P of a tile rounded to bf16 before P v (``split_p``: the sum of two bf16);
+* scores, exponentials and sums in fp32; keys in tiles of 64. A row has no reference (P = exp(score)) until a tile's sum leaves
+  2**-40 (first tile only) .. 2**60; then it takes the largest score so far (with ``split_p`` from the first tile on). The kernels
+  decide for the 16 rows of a warp together, which moves rounding errors but not their size;
+* P of a tile rounded to bf16 before P v (``split_p``: the sum of two bf16); out is normalised by the sum of the rounded P, lse by
+  that of the exact one;
 * out rounded to bf16; ``residual``: also bf16(O_fp32 - out), so that Delta = rowsum(dout * (out + residual)) sees O_fp32;
 * backward: P from lse in fp32, rounded to bf16 for dv; dS rounded to bf16 for dq and dk (``split_ds``: the sum of two bf16);
 * dbias: fp32 sum of the unrounded dS over slices, in slice order.
@@ -21,6 +24,8 @@ from turbopair.triangle_attention.contract import PRECISIONS
 from turbopair.triangle_attention.reference import chunks, heads_first, mask_terms
 
 TILE = 64
+LARGEST_SUM, SMALLEST_SUM = 2.0**60, 2.0**-40  # as kernels/csrc/triangle_attention_forward.cu
+FLOOR = -1e28
 _F32 = torch.float32
 
 
@@ -99,9 +104,8 @@ def backward(
 def _softmax_v(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float, split_p: bool) -> tuple[Tensor, Tensor]:
     """O in fp32 ``[I, H, Nq, D]`` and lse ``[I, H, Nq]`` by one pass over key tiles; fp32 inputs ``[I, H, N, D]``."""
     keys = k.shape[-2]
-    maximum = q.new_full((*q.shape[:-1], 1), -torch.inf)
-    total = torch.zeros_like(maximum)
-    accumulator = torch.zeros_like(q)
+    reference = q.new_zeros((*q.shape[:-1], 1))
+    total, weight, accumulator = torch.zeros_like(reference), torch.zeros_like(reference), torch.zeros_like(q)
     excluded, additive, dead = (None, None, None) if mask is None else mask_terms(mask, _F32)
     for start in range(0, keys, TILE):
         tile = slice(start, start + TILE)
@@ -110,22 +114,27 @@ def _softmax_v(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | Non
             scores.add_(additive[:, None, None, tile])
         if excluded is not None:
             scores.masked_fill_(excluded[:, None, None, tile], -torch.inf)
-        new_maximum = torch.maximum(maximum, scores.amax(-1, keepdim=True))
-        # Until a key is allowed the maximum is -inf; any finite value serves, as everything it is subtracted from is -inf.
-        pivot = new_maximum.masked_fill(new_maximum == -torch.inf, 0.0)
-        rescale = (maximum - pivot).exp()
-        p = scores.sub_(pivot).exp_()
+        first = start == 0
+        plain_sum = (scores - reference).exp().sum(-1, keepdim=True)
+        inside = (plain_sum < LARGEST_SUM) & (plain_sum > (SMALLEST_SUM if first else -1.0))
+        if first and split_p:
+            inside = torch.zeros_like(inside)
+        top = scores.amax(-1, keepdim=True)
+        # A row without an allowed key so far keeps a reference far below every score.
+        top = top.clamp_min(FLOOR) if first else torch.maximum(reference, top)
+        new_reference = torch.where(inside, reference, top)
+        rescale = (reference - new_reference).exp() if not first else torch.ones_like(reference)
+        p = scores.sub_(new_reference).exp_()
         total = total * rescale + p.sum(-1, keepdim=True)
         high = _round(p)
-        product = high @ v[..., tile, :]
-        if split_p:
-            product += _round(p - high) @ v[..., tile, :]
-        accumulator = accumulator * rescale + product
-        maximum = new_maximum
+        rounded = high + _round(p - high) if split_p else high
+        weight = weight * rescale + rounded.sum(-1, keepdim=True)
+        accumulator = accumulator * rescale + rounded @ v[..., tile, :]
+        reference = new_reference
     if dead is not None:
         accumulator[dead] = v[dead].mean(-2, keepdim=True).expand_as(accumulator[dead])
-        total[dead], maximum[dead] = 1.0, math.log(keys)
-    return accumulator / total, (maximum + total.log()).squeeze(-1)
+        total[dead], weight[dead], reference[dead] = 1.0, 1.0, math.log(keys)
+    return accumulator / weight, (reference + total.log()).squeeze(-1)
 
 
 def _tiled_product(a: Tensor, b: Tensor) -> Tensor:

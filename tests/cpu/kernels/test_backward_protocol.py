@@ -1,8 +1,9 @@
 """The synchronisation of the tensor-core backward as a model: whatever the interleaving, it ends, in order, and no barrier is misread.
 
-The model follows `kernels/csrc/triangle_attention_backward.cu`: per CTA one loader, three consumers, three forwarders; memory barriers with the
-parity semantics of the hardware (a waiter two phases behind or ahead passes wrongly: `Barrier.wait` raises then, as the kernel would read the wrong
-tile); CTAs start in ticket order on a limited number of multiprocessors. Threads are scheduled at random, and adversarially (one thread starved).
+The model follows `kernels/csrc/triangle_attention_backward.cu`: per CTA one loader, three consumers, three forwarders; memory barriers
+with the parity semantics of the hardware (a waiter two phases behind or ahead passes wrongly: `Barrier.wait` raises then, as the kernel
+would read the wrong tile); CTAs start in ticket order on a limited number of multiprocessors. Threads are scheduled at random, and
+adversarially (one thread starved).
 """
 
 import random

@@ -12,8 +12,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 CSRC = ROOT / "kernels/csrc"
-MOST_SPILLED_BYTES = 160
-"""Bytes of spill stores a kernel may have: values kept over a whole loop, never accumulators. The general path has none."""
+MOST_SPILLED_BYTES = 112
+"""Bytes of spill stores a backward kernel may have: values kept over a whole loop, never accumulators. Every other kernel has none."""
+BACKWARD = "triangle_attention_backward"
 
 _FUNCTION = re.compile(r"Compiling entry function '(\S+)' for '(\S+)'")
 _SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -75,8 +76,8 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_no_register_spills(logs: dict[str, str]) -> None:
     found = {name: size for log in logs.values() for name, size in spills(log)}
     assert any("forward" in name for name in found) and any("backward" in name for name in found), f"kernels seen: {sorted(found)}"
-    general = {name: size for name, log in logs.items() if "general" in name for _, size in spills(log) if size}
-    assert not general, f"the general path spills: {general}"
+    others = {name: size for source, log in logs.items() if source != BACKWARD for name, size in spills(log) if size}
+    assert not others, f"only the backward may spill: {others}"
     too_many = {name: size for name, size in found.items() if size > MOST_SPILLED_BYTES}
     assert not too_many, f"bytes spilled, accepted {MOST_SPILLED_BYTES}: {too_many}"
 

@@ -31,12 +31,24 @@ def test_committed_stamp_is_of_these_kernels() -> None:
         assert content["tests"] > 0
 
 
-def recorder(selected: str, **states: str) -> stamp.StampRecorder:
-    """A recorder after a session: names of tests separated by spaces."""
-    made = stamp.StampRecorder(SimpleNamespace(args=[]))  # type: ignore[arg-type]
-    made.selected = set(selected.split())
-    for state, names in states.items():
-        setattr(made, state, set(names.split()))
+FILES = sorted(path.name for path in stamp.SUITE.glob("test_*.py"))
+
+
+def configuration(arguments: list[str], keyword: str = "", markexpr: str = "gpu") -> Any:
+    return SimpleNamespace(args=arguments, rootpath=ROOT, option=SimpleNamespace(keyword=keyword, markexpr=markexpr))
+
+
+def recorder(extra: str = "", **states: str) -> stamp.StampRecorder:
+    """A recorder after a session in which one test of each file passed, and ``extra`` tests ended in the named states."""
+
+    def names(words: str) -> set[str]:
+        return {f"tests/gpu/{FILES[0]}::{word}" for word in words.split()}
+
+    made = stamp.StampRecorder(configuration(["tests/gpu"]))
+    made.passed = {f"tests/gpu/{file}::t" for file in FILES}
+    made.selected = made.passed | names(extra)
+    for state, words in states.items():
+        getattr(made, state).update(names(words))
     return made
 
 
@@ -47,7 +59,7 @@ def recorder(selected: str, **states: str) -> stamp.StampRecorder:
         ({"passed": "a", "skipped": "b", "may_skip": "b"}, None),
         ({"passed": "a", "failed": "b"}, "1 tests failed"),
         ({"passed": "a b", "failed": "b"}, "1 tests failed"),
-        ({"passed": "a", "skipped": "b"}, "1 tests were skipped, such as b"),
+        ({"passed": "a", "skipped": "b"}, f"1 tests were skipped, such as tests/gpu/{FILES[0]}::b"),
         ({"passed": "a"}, "1 tests did not run"),
     ],
 )
@@ -55,26 +67,38 @@ def test_only_a_whole_passing_run_validates(states: dict[str, str], reason: str 
     assert recorder("a b", **states).refusal() == reason
 
 
-def test_a_part_of_the_suite_does_not_validate() -> None:
-    made = recorder("a", passed="a")
-    inside = SimpleNamespace(path=stamp.SUITE / "test_shapes.py", nodeid="x", get_closest_marker=lambda name: None)
-    made.pytest_deselected([SimpleNamespace(path=ROOT / "tests/cpu/test_x.py")])  # type: ignore[list-item]
+@pytest.mark.parametrize(
+    "config",
+    [
+        configuration(["tests/gpu"], keyword="shapes"),
+        configuration(["tests/gpu"], markexpr="gpu and not slow"),
+        configuration([f"tests/gpu/{FILES[0]}::t"]),
+    ],
+)
+def test_a_part_of_the_suite_does_not_validate(config: Any) -> None:
+    made = recorder()
     assert made.refusal() is None
-    made.pytest_deselected([inside])  # type: ignore[list-item]
+    made.config = config
     assert made.refusal() == "only part of the GPU suite was selected"
-    files = sorted(stamp.SUITE.glob("test_*.py"))
-    for chosen, arguments, partial in ((files, ["tests/gpu"], False), (files[1:], ["tests/gpu"], True), (files, ["tests/gpu::x"], True)):
-        made = stamp.StampRecorder(SimpleNamespace(args=arguments))  # type: ignore[arg-type]
-        items = [SimpleNamespace(path=path, nodeid=path.name, get_closest_marker=lambda name: None) for path in chosen]
-        made.pytest_collection_finish(SimpleNamespace(items=items))  # type: ignore[arg-type]
-        assert made.deselected is partial
+
+
+def test_a_missing_file_does_not_validate() -> None:
+    made = recorder()
+    made.selected = {name for name in made.selected if FILES[0] not in name}
+    assert made.refusal() == "only part of the GPU suite was selected"
+
+
+def test_workers_of_xdist_report_their_collection() -> None:
+    made = stamp.StampRecorder(configuration(["tests/gpu"]))
+    made.pytest_xdist_node_collection_finished(None, [f"tests/gpu/{FILES[0]}::a", "tests/cpu/test_x.py::b"])
+    assert made.selected == {f"tests/gpu/{FILES[0]}::a"}
 
 
 def test_figures_are_largest_values_and_sums() -> None:
-    made = recorder("")
+    made = recorder()
 
     def report(**figures: Any) -> Any:
-        return SimpleNamespace(nodeid="x", failed=False, skipped=False, when="call", user_properties=list(figures.items()))
+        return SimpleNamespace(nodeid="x", keywords={}, failed=False, skipped=False, when="call", user_properties=list(figures.items()))
 
     for figures in ({"max.ratio": 1.0, "count.calls": 20, "host_us": 40}, {"max.ratio": 0.5, "count.calls": 20, "host_us": 30}):
         made.pytest_runtest_logreport(report(**figures))

@@ -1,15 +1,17 @@
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from small_cells import CPU, make_cell
 
-from pipeline import implementations
+from pipeline import config, implementations
 from pipeline.experiments import accuracy, shared
 from pipeline.implementations import NotInstalled, Unsupported, base
 from pipeline.inputs import Case
+from pipeline.loading import ConfigError
 
 ON_CPU = ["eager", "sdpa", "lma", "turbopair.plain", "turbopair.paper", "turbopair.split_p", "turbopair.exact"]
 FAMILIES = ["normal", "peaked", "sharp", "offset", "masked", "openfold"]
@@ -147,17 +149,18 @@ def test_a_broken_import_carries_its_cause(monkeypatch: pytest.MonkeyPatch) -> N
     assert isinstance(caught.value.__cause__, ImportError)
 
 
-def test_a_peer_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: object, temporary: object) -> None:
+def test_a_peer_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, temporary: object) -> None:
     (tmp_path / "my_peer.py").write_text(
         "from pipeline.implementations import get, register\n@register\nclass Mine(type(get('eager'))):\n    name = 'mine'\n"
     )
+    file = tmp_path / "config.yaml"
+    file.write_text("name: t\nplugins: [my_peer]\naccuracy: {implementations: [mine]}\n")
+    with pytest.raises(ConfigError, match="'my_peer' cannot be imported: No module named 'my_peer'"):
+        config.load(file)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PIPELINE_IMPLEMENTATIONS", "my_peer")
+    assert config.load(file).plugins == ["my_peer"]
     assert "mine" in implementations.names()
     accuracy.refuse_wrong(errors("mine"))
-    monkeypatch.setenv("PIPELINE_IMPLEMENTATIONS", "no_such_module")
-    with pytest.raises(ImportError, match="PIPELINE_IMPLEMENTATIONS names 'no_such_module'"):
-        implementations.names()
 
 
 def test_a_name_is_taken_once(temporary: Callable[[base.Implementation], str]) -> None:

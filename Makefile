@@ -1,0 +1,99 @@
+# make run    measure everything in CONFIG on this machine's GPUs, through Slurm, or on the CPU, and show what came out
+# make test   linters, types and every test that this machine can run
+#
+# Both make .venv from requirements.lock at the first call and when it changes. make run CONFIG=... SITE=... for other experiments and
+# places; RESULTS=... for another folder. Without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu makes the first call
+# fetch less.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+.PHONY: help run test kernels lint gpu-test site slurm-packages clean
+
+CONFIG ?= config/smoke.yaml
+SITE ?= build/site.yaml
+RESULTS ?= results/$(basename $(notdir $(CONFIG)))
+TESTS ?= tests
+PYTHON ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/installed
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input
+INTERPRETERS := $(if $(PYTHON),$(PYTHON),python3 python3.12 python3.11 python3.13 python3.14)
+
+help:
+	@sed -n '/^# make/,/^$$/p; /^SHELL/q' Makefile | sed '/^SHELL/d; s/^# \{0,1\}//'
+
+$(BIN)/python:
+	@for python in $(INTERPRETERS); do \
+	    if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$python; break; fi; \
+	done; \
+	if [ -z "$${found:-}" ]; then \
+	    echo "Python 3.11 or newer is needed; tried: $(INTERPRETERS). Install one, or name it: make run PYTHON=/path/to/python3.12" >&2; \
+	    exit 1; \
+	fi; \
+	if ! "$$found" -c 'import ensurepip, venv' 2>/dev/null; then \
+	    echo "$$found has no venv module; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; \
+	fi; \
+	echo "environment: $(VENV), from $$("$$found" --version) ($$found)"; \
+	"$$found" -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+$(READY): requirements.lock requirements-openfold3.lock | $(BIN)/python
+	@echo "installing requirements.lock (minutes at the first time)"
+	@$(PIP) -r requirements.lock
+	@$(PIP) --no-deps -r requirements-openfold3.lock
+	@# the checkout's own package, without a build: import turbopair works in this environment
+	@echo '$(CURDIR)/kernels' > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/turbopair.pth"
+	@touch $@
+
+# Without nvcc CMake says so and builds nothing: CPU tensors need no kernels.
+kernels: $(READY)
+	@$(BIN)/cmake -S kernels -B build/kernels -G Ninja -DCMAKE_MAKE_PROGRAM='$(CURDIR)/$(BIN)/ninja' \
+	    -DPython3_EXECUTABLE='$(CURDIR)/$(BIN)/python' > build/kernels.log 2>&1 || { cat build/kernels.log; exit 1; }
+	@grep -h -A2 'turbopair: ' build/kernels.log | grep -v '^-- [CG]' || true
+	@$(BIN)/cmake --build build/kernels
+kernels: | build
+build:
+	@mkdir -p build
+
+# Where to run, found out anew each time; the file is only touched when the answer changed.
+site: $(READY) | build
+	@$(BIN)/python -m pipeline site --write build/site.yaml
+
+run: $(READY) kernels $(if $(filter build/site.yaml,$(SITE)),site)
+	@profile=local; if grep -q '^executor: slurm' '$(SITE)'; then profile=slurm; fi; \
+	$(BIN)/python -m pipeline workflow --profile config/profiles/$$profile \
+	    --config config='$(CONFIG)' site='$(SITE)' results='$(RESULTS)' || \
+	    { echo "the workflow failed; its logs are in $(RESULTS)/jobs/logs, its state: $(BIN)/python -m pipeline status $(RESULTS)" >&2; exit 1; }
+	@$(BIN)/python -m pipeline show claims '$(RESULTS)'
+	@printf '\n%s\n' 'tables:  $(RESULTS)/tables (Markdown, LaTeX, CSV)' 'figures: $(RESULTS)/figures' 'claims:  $(RESULTS)/claims.md' \
+	    'report:  $(RESULTS)/report.html (open it in a browser)' \
+	    'in the terminal: $(BIN)/python -m pipeline show accuracy $(RESULTS)'
+
+lint: $(READY)
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet . || { $(BIN)/ruff format --check . ; exit 1; }
+	@$(BIN)/mypy
+
+# One file of tests stays in one process: the Slurm tests share a cluster.
+test: $(READY) slurm-packages lint
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
+
+# The tests against a real Slurm start one of their own; without its packages, or without root, they are skipped and say so.
+slurm-packages:
+	@packages=$$(cat tests/workflow/slurm/apt.txt); \
+	if dpkg-query -W -f '$${db:Status-Status}\n' $$packages 2>/dev/null | grep -c '^installed$$' | grep -qx "$$(wc -w <<< "$$packages")"; then exit 0; fi; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	    echo "installing for the Slurm tests:" $$packages; \
+	    apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends $$packages > /dev/null; \
+	else \
+	    echo "the Slurm tests need root and the Debian packages" $$packages "- where the programs are missing the tests are skipped"; \
+	fi
+
+# On a Hopper GPU: every numerical test of the kernels; a whole passing run writes results/validation/<gpu>.json.
+gpu-test: $(READY) kernels
+	@$(BIN)/python -m pytest tests/gpu -m gpu
+
+clean:
+	rm -rf $(VENV) build .snakemake
