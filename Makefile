@@ -67,9 +67,9 @@ run: $(READY) kernels $(if $(filter build/site.yaml,$(SITE)),site)
 	    --config config='$(CONFIG)' site='$(SITE)' results='$(RESULTS)' || \
 	    { echo "the workflow failed; its logs are in $(RESULTS)/jobs/logs, its state: $(BIN)/python -m pipeline status $(RESULTS)" >&2; exit 1; }
 	@$(BIN)/python -m pipeline show claims '$(RESULTS)'
-	@printf '\n%s\n' 'tables:  $(RESULTS)/tables (Markdown, LaTeX, CSV)' 'figures: $(RESULTS)/figures' 'claims:  $(RESULTS)/claims.md' \
+	@printf '%s\n' '' 'tables:  $(RESULTS)/tables (Markdown, LaTeX, CSV)' 'figures: $(RESULTS)/figures' 'claims:  $(RESULTS)/claims.md' \
 	    'report:  $(RESULTS)/report.html (open it in a browser)' \
-	    'in the terminal: $(BIN)/python -m pipeline show accuracy $(RESULTS)'
+	    'here:    $(BIN)/python -m pipeline show accuracy $(RESULTS)'
 
 lint: $(READY)
 	@$(BIN)/ruff check --quiet .

@@ -62,6 +62,7 @@ rule measure:
     input: CONFIG, SITE
     output: touch(f"{RESULTS}/jobs/{{experiment}}.done")
     log: f"{RESULTS}/jobs/logs/snakemake-{{experiment}}.log"
+    message: "{wildcards.experiment}: progress in {log}"
     threads: THREADS
     resources: mem_mb=16000
     shell: "exec {PYTHON} -m pipeline run --config {CONFIG} --site {SITE} --results {RESULTS} --experiment {wildcards.experiment}"
@@ -71,5 +72,6 @@ rule write_tables:
     input: expand(f"{RESULTS}/jobs/{{experiment}}.done", experiment=SETTINGS.experiments())
     output: SHOWN
     log: f"{RESULTS}/jobs/logs/snakemake-tables.log"
+    message: "tables, figures, claims and report in {RESULTS}"
     resources: mem_mb=4000
     shell: "exec {PYTHON} -m pipeline tables {RESULTS} > {log} 2>&1"

@@ -149,6 +149,28 @@ def tables(results: Annotated[Path, typer.Argument(help="Folder of the run.")] =
 
 @app.command()
 @_clear_errors
+def archive(
+    results: Annotated[Path, typer.Argument(help="Folder of the run.")],
+    target: Annotated[Path, typer.Argument(help="Folder to write, such as results/reference/<gpu>-<date>.")],
+    config: Annotated[
+        Path | None, typer.Option("--config", help="A configuration with more cells than the run: they become rows 'not run'.")
+    ] = None,
+) -> None:
+    """Copy a run into a folder that can be committed: its configuration, all records in one compressed file, tables and report."""
+    from pipeline import config as configuration
+    from pipeline.folder import RunFolder
+
+    source, copy = RunFolder(results), RunFolder(target)
+    settings = source.read_config() if config is None else configuration.load(config)
+    copy.adopt(source.read_config())
+    copy.adopt(settings)  # refuses a configuration that lacks cells of the run
+    number = source.store.write_archive(copy.root)
+    typer.echo(f"{number} records in {target / 'records.jsonl.gz'}")
+    _write_tables(copy.root)
+
+
+@app.command()
+@_clear_errors
 def show(table: TableName, results: Annotated[Path, typer.Argument(help="Folder of the run.")] = Path("results/smoke")) -> None:
     """Print the table of one experiment, or the claims, in the terminal."""
     from rich.console import Console

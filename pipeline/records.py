@@ -10,6 +10,7 @@ A file appears by a rename, so a reader sees either the complete record or none,
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
@@ -140,8 +141,8 @@ def failure(
     )  # fmt: skip
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` so that a reader, or a crash, never sees a part of it.
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write ``content`` (text as UTF-8) to ``path`` so that a reader, or a crash, never sees a part of it.
 
     Raises :class:`RecordWriteError`, naming the path, when the system refuses (no space, no permission).
     """
@@ -149,8 +150,8 @@ def write_atomically(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(text)
+            with temporary.open("wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
@@ -174,10 +175,11 @@ class Reading:
 
 
 class RecordStore:
-    """The records of one run, below ``<run folder>/records``."""
+    """The records of one run: a file each below ``<run folder>/records``, or all in ``<run folder>/records.jsonl.gz`` (an archived run)."""
 
     def __init__(self, run_folder: Path) -> None:
         self.root = Path(run_folder) / "records"
+        self.archive = Path(run_folder) / "records.jsonl.gz"
 
     def path(self, cell: Cell) -> Path:
         """Where the record of ``cell`` is, or will be."""
@@ -197,6 +199,9 @@ class RecordStore:
     def read_all(self) -> Reading:
         """Every record, in the order of the file names; damaged files are named beside them."""
         result = Reading()
+        if self.archive.exists():
+            lines = gzip.decompress(self.archive.read_bytes()).decode().splitlines()
+            result.records = [parse_text(line, self.archive) for line in lines]
         for experiment in EXPERIMENTS:
             for path in sorted((self.root / experiment).glob("*.json")):
                 try:
@@ -204,6 +209,18 @@ class RecordStore:
                 except DamagedRecord as error:
                     result.damaged.append(error)
         return result
+
+    def write_archive(self, target: Path) -> int:
+        """Write all records into ``target/records.jsonl.gz`` in one step, the same bytes for the same records; returns how many.
+
+        Raises :class:`DamagedRecord` when one cannot be read: an archive is whole or not written.
+        """
+        reading = self.read_all()
+        if reading.damaged:
+            raise reading.damaged[0]
+        text = "".join(record.model_dump_json() + "\n" for record in reading.records)
+        write_atomically(target / self.archive.name, gzip.compress(text.encode(), mtime=0))
+        return len(reading.records)
 
     def set_aside(self, path: Path) -> Path:
         """Move a record out of the way, to ``records/stale/``, under a name that is still free."""
@@ -238,6 +255,11 @@ def parse_record(path: Path) -> Record:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise DamagedRecord(path, "not UTF-8 text") from error
+    return parse_text(text, path)
+
+
+def parse_text(text: str, path: Path) -> Record:
+    """Validate the text of a record that came from ``path``. Raises :class:`DamagedRecord` saying what is wrong with it."""
     if not text.strip("\0 \n"):
         raise DamagedRecord(path, "empty file")
     try:

@@ -101,4 +101,8 @@ def _read(lines: queue.Queue[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Everything is written. Exit handlers of GPU libraries took more than ten seconds on an H200 and have nothing left to do.
+    os._exit(status)

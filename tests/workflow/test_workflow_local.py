@@ -79,12 +79,13 @@ def test_misbehaving_peers_do_not_harm_the_others_and_are_tried_again(run: Any) 
     assert {records[0].status for records in run.records().values()} == {Status.OK}
 
 
-def test_no_success_is_an_error_and_makes_no_tables(run: Any) -> None:
+def test_no_success_is_an_error_and_the_tables_say_why(run: Any) -> None:
     run.write_config("odd.raises", "trifast")
     done = run("--tables")
     assert done.returncode == 2
     assert "no cell succeeded" in done.stdout
-    assert not (run.results / "tables").exists()
+    table = (run.results / "tables/accuracy.md").read_text()
+    assert "this peer always raises" in table and "pip install trifast" in table
     assert run.call([sys.executable, "-m", "pipeline", "tables", str(run.results)]).returncode == 2
 
 

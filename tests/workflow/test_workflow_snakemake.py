@@ -60,7 +60,8 @@ def test_dry_run_of_what_is_shipped(run: Any, profile: str, config: str) -> None
     wanted = [name for name in EXPERIMENTS if yaml.safe_load(run.config.read_text()).get(name)]
     for name in wanted:
         assert f"--experiment {name} --keep-going --no-tables" in done.stdout
-    assert done.stdout.count("rule measure:") == len(wanted)
+        assert f"{name}: progress in {run.results}/jobs/logs/snakemake-{name}.log" in done.stdout
+    assert done.stdout.count(": progress in ") == len(wanted)
     assert f"pipeline tables {run.results}" in done.stdout
 
 
