@@ -168,7 +168,7 @@ def test_wheel_builds_and_imports_in_a_fresh_environment(tmp_path: Path, with_li
     (folder / "README.md").write_text("A copy for the test.\n")
     nvcc = stand_in_nvcc(tmp_path) if with_library else Path(shutil.which("false") or "false")
     wheel = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet", "-w", str(tmp_path), str(folder)]
-    subprocess.run([*wheel, f"-Ccmake.define.TURBOPAIR_NVCC={nvcc}"], check=True, env=ENVIRONMENT, cwd=tmp_path)
+    subprocess.run([*wheel, f"--config-settings=cmake.define.TURBOPAIR_NVCC={nvcc}"], check=True, env=ENVIRONMENT, cwd=tmp_path)
     (path,) = tmp_path.glob("turbopair-*.whl")
     assert path.name.startswith(f"turbopair-{turbopair.__version__}-py3-none-linux")
     names = zipfile.ZipFile(path).namelist()
