@@ -21,6 +21,7 @@ from pipeline.implementations import NotInstalled, Unsupported
 from pipeline.openfold import batches, busy, model
 from pipeline.openfold import ranks as processes
 from pipeline.openfold.step import Outcome, TrainingStep, checksum
+from turbopair.openfold3 import Installation
 
 if TYPE_CHECKING:
     from pipeline.openfold.ranks import Ranks
@@ -56,8 +57,8 @@ def run(cell: Cell, device: torch.device) -> dict[str, Metric]:
         with processes.join(device.type, float(cell.options.get("timeout_s", 300.0))) as ranks:
             _check_usable(cell, ranks)
             backend = model.find_backend(cell.implementation)
-            step, shape = _together(ranks, lambda: _prepare(cell, backend, ranks))
-            return {**_measure(cell, backend, step, ranks), **shape, "tf32": tf32, "ranks": ranks.world}
+            step, installation, shape = _together(ranks, lambda: _prepare(cell, backend, ranks))
+            return {**_measure(cell, backend, step, installation, ranks), **shape, "tf32": tf32, "ranks": ranks.world}
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -101,13 +102,14 @@ def _together(ranks: "Ranks", work: Any) -> Any:
     return result
 
 
-def _prepare(cell: Cell, backend: model.Backend, ranks: "Ranks") -> tuple[TrainingStep, dict[str, Metric]]:
+def _prepare(cell: Cell, backend: model.Backend, ranks: "Ranks") -> tuple[TrainingStep, Installation | None, dict[str, Metric]]:
     size = str(cell.options.get("size", "full"))
     recycles = int(cell.options.get("recycles", 1))
     module = model.build(model.configure(backend, size, cell.n, cell.seed), cell.seed)  # type: ignore[arg-type]
     model.fix_recycles(module.model, recycles)
     if backend.attention_only:
         model.keep_stock_multiplication(module.model)
+    installation = model.plug(module.model) if backend.plugged else None
     stored = batches.for_tokens(cell.n)
     rows = cell.options.get("msa_rows", 32 if size == "reduced" else None)
     batch = batches.crop(batches.read(stored.name), cell.n, cell.seed, None if rows is None else int(rows))
@@ -122,10 +124,12 @@ def _prepare(cell: Cell, backend: model.Backend, ranks: "Ranks") -> tuple[Traini
         "size": size,
         "parameters": sum(p.numel() for p in module.model.parameters()),
     }
-    return TrainingStep(module, batch, ranks, bf16=cell.dtype == "bf16"), shape
+    return TrainingStep(module, batch, ranks, bf16=cell.dtype == "bf16"), installation, shape
 
 
-def _measure(cell: Cell, backend: model.Backend, step: TrainingStep, ranks: "Ranks") -> dict[str, Metric]:
+def _measure(
+    cell: Cell, backend: model.Backend, step: TrainingStep, installation: Installation | None, ranks: "Ranks"
+) -> dict[str, Metric]:
     warmup, measured = int(cell.options.get("warmup_steps", 1)), int(cell.options.get("steps", 2))
     if warmup < 1 or measured < 1:
         raise ValueError(f"at least one warm-up and one measured step are needed; given {warmup} and {measured}")
@@ -133,7 +137,9 @@ def _measure(cell: Cell, backend: model.Backend, step: TrainingStep, ranks: "Ran
     with model.counting_calls(backend) as calls, model.recording_dtypes(step.model) as dtypes:
         step()
     if not calls[0]:
-        raise RuntimeError(f"OpenFold3's {backend.name} backend served no attention of the step: another took its place")
+        raise RuntimeError(f"the {backend.name} backend served no attention of the step: another took its place")
+    if installation is not None and (sites := model.not_served(installation)):
+        raise RuntimeError(f"{backend.name} did not serve every triangle attention of the step: {', '.join(sites)}")
     for _ in range(warmup - 1):
         step()
     if cuda:

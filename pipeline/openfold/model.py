@@ -4,6 +4,7 @@ Written for openfold3 0.5.0; another version is refused, because the names used 
 """
 
 import copy
+import importlib
 import importlib.metadata
 import importlib.util
 import random
@@ -15,6 +16,9 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+
+from turbopair import native
+from turbopair.openfold3 import Installation, install
 
 VERSION = "0.5.0"
 
@@ -29,33 +33,44 @@ class OpenFold3Missing(ImportError):
 class Backend:
     """A triangle-attention backend of OpenFold3: the memory setting which turns it on, and the function that then serves a site.
 
-    `needs` are modules without which the setting raises or is ignored; `above` is the number of tokens up to which
-    OpenFold3 silently uses PyTorch instead. OpenFold3 has one setting for cuEquivariance's attention and multiplication;
-    `attention_only` turns it off again for the multiplication.
+    `function` is in `module`. `needs` are modules without which the setting raises or is ignored; `above` is the number of
+    tokens up to which OpenFold3 silently uses PyTorch instead. OpenFold3 has one setting for cuEquivariance's attention and
+    multiplication; `attention_only` turns it off again for the multiplication. A `plugged` backend has no setting: `plug` puts
+    it into the model.
     """
 
     name: str
     setting: str | None
     function: str
+    module: str = "openfold3.core.model.primitives.attention"
     needs: tuple[str, ...] = ()
     gpu: bool = False
     above: int = 0
     attention_only: bool = False
+    plugged: bool = False
 
 
-_CUEQUIVARIANCE = ("use_cueq_triangle_kernels", "_cueq_triangle_attn", ("cuequivariance_torch", "cuequivariance_ops_torch"))
+_CUEQUIVARIANCE = ("use_cueq_triangle_kernels", "_cueq_triangle_attn")
+_CUEQUIVARIANCE_MODULES = ("cuequivariance_torch", "cuequivariance_ops_torch")
 
 BACKENDS = {
     backend.name: backend
     for backend in (
         Backend("pytorch", None, "_attention"),
         Backend("lma", "use_lma", "_lma"),
-        Backend("triton", "use_triton_triangle_kernels", "_triton_evo_attn", ("triton",), gpu=True, above=16),
-        Backend("deepspeed", "use_deepspeed_evo_attention", "_deepspeed_evo_attn", ("deepspeed",), gpu=True, above=16),
-        Backend("cuequivariance_attention", *_CUEQUIVARIANCE, gpu=True, above=100, attention_only=True),
-        Backend("cuequivariance", *_CUEQUIVARIANCE, gpu=True, above=100),
+        Backend("triton", "use_triton_triangle_kernels", "_triton_evo_attn", needs=("triton",), gpu=True, above=16),
+        Backend("deepspeed", "use_deepspeed_evo_attention", "_deepspeed_evo_attn", needs=("deepspeed",), gpu=True, above=16),
+        Backend("cuequivariance_attention", *_CUEQUIVARIANCE, needs=_CUEQUIVARIANCE_MODULES, gpu=True, above=100, attention_only=True),
+        Backend("cuequivariance", *_CUEQUIVARIANCE, needs=_CUEQUIVARIANCE_MODULES, gpu=True, above=100),
+        Backend("turbopair_attention", None, "triangle_attention", "turbopair.openfold3_layers", plugged=True),
     )
 }
+
+ABSENT = {
+    "turbopair": "turbopair has no triangle multiplication yet; turbopair_attention is its attention alone",
+    "flex": "FlexAttention has not been plugged into OpenFold3's sites; its kernel is measured in the other experiments",
+}
+"""Backends that the comparison should have and does not, and why."""
 
 
 def require() -> None:
@@ -81,7 +96,9 @@ def _import() -> Any:
 
 
 def find_backend(name: str) -> Backend:
-    """The backend called `name`. Raises ValueError for another name."""
+    """The backend called `name`. Raises ValueError, with the reason, for another name."""
+    if name in ABSENT:
+        raise ValueError(f"the OpenFold3 step has no backend {name!r}: {ABSENT[name]}")
     if name not in BACKENDS:
         raise ValueError(f"the OpenFold3 step has no backend {name!r}; it has {', '.join(BACKENDS)}")
     return BACKENDS[name]
@@ -97,6 +114,8 @@ def unsupported(backend: Backend, tokens: int, device: torch.device) -> str | No
     """Why `backend` cannot serve a step of `tokens` tokens on `device`, or None."""
     if backend.gpu and device.type != "cuda":
         return f"OpenFold3's {backend.name} backend needs a CUDA device; this is {device.type}"
+    if backend.plugged and device.type == "cuda":
+        return native.unavailable_reason(device)
     if tokens <= backend.above:
         return f"OpenFold3 uses PyTorch instead of its {backend.name} backend up to {backend.above} tokens; asked for {tokens}"
     return None
@@ -217,6 +236,17 @@ def fix_recycles(model: Any, recycles: int) -> None:
     model.synced_generator = _FixedRecycles(recycles)
 
 
+def plug(model: torch.nn.Module) -> Installation:
+    """Put turbopair into every triangle attention of `model`; a site that it cannot serve raises, here or when it is called."""
+    return install(model, strict=True)
+
+
+def not_served(installation: Installation) -> list[str]:
+    """The triangle attentions of a model with turbopair which it has not computed, or not always, in the calls so far."""
+    attentions = [row for row in installation.report() if row.operator == "triangle_attention"]
+    return [row.site for row in attentions if not row.calls or row.stock_calls != 0]
+
+
 def keep_stock_multiplication(model: torch.nn.Module) -> int:
     """Make the triangle multiplications ignore cuEquivariance's setting; returns how many there are."""
     from openfold3.core.model.layers.triangular_multiplicative_update import BaseTriangleMultiplicativeUpdate
@@ -257,20 +287,19 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 @contextmanager
 def counting_calls(backend: Backend) -> Iterator[list[int]]:
     """Count how often the function of `backend` serves an attention inside the block; yields a list of one number."""
-    from openfold3.core.model.primitives import attention
-
-    original = getattr(attention, backend.function)
+    module = importlib.import_module(backend.module)
+    original = getattr(module, backend.function)
     calls = [0]
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
         return original(*args, **kwargs)
 
-    setattr(attention, backend.function, counted)
+    setattr(module, backend.function, counted)
     try:
         yield calls
     finally:
-        setattr(attention, backend.function, original)
+        setattr(module, backend.function, original)
 
 
 def seed_rank(seed: int, rank: int) -> None:
