@@ -2,7 +2,7 @@
 #
 #   snakemake --profile config/profiles/local                                            all of config/smoke.yaml, here
 #   snakemake --profile config/profiles/slurm --config config=config/paper.yaml site=config/sites/slurm.yaml
-#   snakemake --profile config/profiles/local accuracy                                   one experiment
+#   snakemake --profile config/profiles/local accuracy                                   one experiment (or: container, the image)
 #   snakemake --profile config/profiles/local --forcerun measure -- accuracy             compute its failed cells again
 #
 # Failed cells do not stop the workflow: the tables show them with their reasons, and the status at the end names them.
@@ -16,17 +16,17 @@ from snakemake.utils import min_version
 min_version("9.0")
 sys.path.insert(0, workflow.basedir)
 
-from pipeline import config as configuration, site as sites
+from pipeline import config as configuration, container_build, site as sites
 
 CONFIG = Path(config.get("config", "config/smoke.yaml"))
 SITE = Path(config.get("site", "config/sites/local.yaml"))
+IMAGE = config.get("image", "containers/image.yaml")
 PYTHON = config.get("python", sys.executable)
 SETTINGS = configuration.read(CONFIG)
 RESULTS = config.get("results", f"results/{SETTINGS.name}")
 SHOWN = [f"{RESULTS}/claims.md", f"{RESULTS}/report.html"]
 # measurements on this machine must not run side by side; those in Slurm's jobs may
 THREADS = workflow.cores if sites.load(SITE).executor == "local" else 1
-
 
 wildcard_constraints:
     experiment="accuracy|determinism|ablation|kernel_time|step_time",
@@ -57,6 +57,13 @@ rule tables:
 
 rule report:
     input: f"{RESULTS}/report.html"
+
+rule container:
+    input: container_build.input_files()
+    output: touch("build/container/done")
+    log: "build/container/snakemake.log"
+    resources: mem_mb=16000
+    shell: "exec {PYTHON} -m pipeline container build --config {IMAGE} > {log} 2>&1"
 
 rule measure:
     input: CONFIG, SITE

@@ -1,4 +1,4 @@
-"""The command line: `python -m pipeline plan|run|work|status|tables|show|doctor|site|config|workflow`."""
+"""The command line: `python -m pipeline plan|run|work|status|tables|show|doctor|site|config|container|workflow`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import typer
 
 from pipeline import REPOSITORY
 from pipeline.cells import EXPERIMENTS
+from pipeline.container_cli import app as container_app
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+app.add_typer(container_app, name="container")
 ExperimentName = StrEnum("ExperimentName", {name: name for name in EXPERIMENTS})  # type: ignore[misc]
 TableName = StrEnum("TableName", {name: name for name in (*EXPERIMENTS, "claims")})  # type: ignore[misc]
 P = ParamSpec("P")

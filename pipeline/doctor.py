@@ -127,15 +127,20 @@ def _slurm(site: sites.Site) -> Iterator[Finding]:
 
 
 def _containers(site: sites.Site) -> Iterator[Finding]:
+    from pipeline.container_image import BUILD, ImageError, digest
+
     found = [name for name in ("apptainer", "podman") if shutil.which(name)]
+    found += ["pyxis"] if "--container-image" in (slurm_state.ask(["srun", "--help"]) or "") else []
     wanted = site.container.runtime
     if wanted == "none":
         yield Finding("container runtime", bool(found) or None, ", ".join(found) or "none found (this site needs none)")
         return
     advice = "" if wanted in found else f"{wanted} is not installed; the site asks for it"
     yield Finding("container runtime", wanted in found, wanted, advice)
-    if wanted == "apptainer" and not Path(site.container.image).exists():
-        yield Finding("container image", False, f"{site.container.image} does not exist", "build it, see containers/")
+    try:
+        yield Finding("container image", True, f"{site.container.image}, {digest(site.container)[:19]}")
+    except ImageError as error:
+        yield Finding("container image", False, str(error), "" if BUILD in str(error) else "see containers/README.md")
 
 
 def _implementations() -> Iterator[Finding]:

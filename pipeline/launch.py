@@ -23,7 +23,7 @@ from pipeline.loading import ConfigError
 from pipeline.plan import plan
 from pipeline.progress import Progress, duration
 from pipeline.records import Record, Status
-from pipeline.site import LocalSite, Site, SlurmSite
+from pipeline.site import Container, LocalSite, Site, SlurmSite
 from pipeline.todo import Chunk, Item, Pending, pending
 
 Event = Callable[[dict[str, Any]], None]
@@ -151,6 +151,25 @@ def kernel_digest() -> str:
     import turbopair
 
     return turbopair.kernel_digest()
+
+
+def check_image(container: Container, items: Sequence[Item], digest: str, say: Callable[[str], None]) -> str | None:
+    """The digest of the site's image (None without one), after telling which implementations it lacks.
+
+    Raises :class:`LaunchError` for an image that is not there or does not fit the kernel sources of ``digest``.
+    """
+    if container.runtime == "none":
+        return None
+    from pipeline.container_image import ImageError, check_before
+
+    try:
+        found, remarks = check_before(container, [item.cell.implementation for item in items], digest)
+    except ImageError as error:
+        raise LaunchError(str(error)) from error
+    say(f"in the image {container.image}, {found[:19]}")
+    for remark in remarks:
+        say(remark)
+    return found
 
 
 def check_fit(config: ExperimentConfig, site: Site) -> None:

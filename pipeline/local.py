@@ -9,12 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from pipeline import REPOSITORY, container, devices
+from pipeline import REPOSITORY, container, container_image, devices
 from pipeline.folder import RunFolder
-from pipeline.launch import Event, LaunchError
+from pipeline.launch import Event, LaunchError, check_image
 from pipeline.site import LocalSite
+from pipeline.slurm_job import prepare_caches
 from pipeline.todo import Chunk, Item, beside
 from pipeline.work import DISK_FULL
 
@@ -30,6 +30,7 @@ class LocalExecutor:
         self.site = site
         self.folder = folder
         self.template = template
+        self.inside: dict[str, str] = {}
 
     def command(self, chunk_path: str) -> list[str]:
         """The command line of the worker's supervisor."""
@@ -41,9 +42,24 @@ class LocalExecutor:
             arguments,
             workdir=REPOSITORY,
             folders=[self.folder.root],
-            environment=container.caches(self.folder.jobs / "caches"),
-            use_gpu=self.site.device != "cpu",
+            environment=self.inside,
+            use_gpu=self._use_gpu,
         )
+
+    @property
+    def _use_gpu(self) -> bool:
+        """Whether the container gets GPUs: with `auto` where there is a driver."""
+        return self.site.device == "cuda" or (self.site.device == "auto" and container_image.DRIVER.exists())
+
+    def _prepare_container(self, items: Sequence[Item]) -> None:
+        box = self.site.container
+        digest = check_image(box, items, self.template.kernel_digest, self.say)
+        try:
+            container_image.check_host(box, [REPOSITORY, self.folder.root], use_gpu=self._use_gpu)
+        except container_image.ImageError as error:
+            raise LaunchError(str(error)) from error
+        self.inside = container.passed_on(os.environ) | prepare_caches(self.folder.jobs / "caches")
+        self.inside |= {container.DIGEST: digest} if digest else {}
 
     def execute(self, items: Sequence[Item], event: Event) -> None:
         """Compute the items; see :class:`pipeline.launch.Executor`. Raises :class:`LaunchError`."""
@@ -53,14 +69,13 @@ class LocalExecutor:
             except devices.NoDevice as error:
                 raise LaunchError(str(error)) from error
             self.say("computing on the CPU" if found[0][0] == "cpu" else f"computing on {len(found)} GPU{'s' * (len(found) > 1)}")
+        else:
+            self._prepare_container(items)
         chunk = self.template.model_copy(update={"items": list(items)})
         path = chunk.write(self.folder.jobs / "chunks")
         events = beside(path)
         events.path.unlink(missing_ok=True)
         self.folder.logs.mkdir(parents=True, exist_ok=True)
-        if self.site.container.runtime != "none":
-            for cache in container.caches(self.folder.jobs / "caches").values():
-                Path(cache).mkdir(parents=True, exist_ok=True)
         log = self.folder.logs / f"work-{chunk.key}.log"
         with log.open("ab") as output:
             start = output.tell()

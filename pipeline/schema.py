@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from pipeline.config import ExperimentConfig
+from pipeline.container_build import ImageSettings
 from pipeline.site import SITE, LocalSite, SlurmSite
 
 COMMAND = "python -m pipeline config --write"
@@ -21,6 +22,7 @@ def generated() -> dict[Path, str]:
     return {
         Path("config/schema/experiment.json"): _json(ExperimentConfig.model_json_schema()),
         Path("config/schema/site.json"): _json({"title": "Site", **SITE.json_schema()}),
+        Path("config/schema/container.json"): _json(ImageSettings.model_json_schema()),
         Path("config/REFERENCE.md"): "\n".join(_reference()) + "\n",
     }
 
@@ -32,7 +34,7 @@ def _json(schema: dict[str, Any]) -> str:
 def _reference() -> Iterator[str]:
     yield "# All configuration keys"
     yield ""
-    yield f"Generated from the models by `{COMMAND}`; do not edit. Experiments and sites are separate files."
+    yield f"Generated from the models by `{COMMAND}`; do not edit. Experiments, sites and images are separate files."
     yield ""
     yield "## Experiments (`--config`)"
     yield from _table("", ExperimentConfig)
@@ -44,9 +46,13 @@ def _reference() -> Iterator[str]:
             yield ""
             yield (section.__doc__ or "").strip()
             yield from _table(f"{name}.", section)
-    for site, title in ((LocalSite, "This machine"), (SlurmSite, "Slurm")):
+    others = (
+        (LocalSite, "Sites (`--site`): This machine"), (SlurmSite, "Sites (`--site`): Slurm"),
+        (ImageSettings, "Images (`container build --config`)"),
+    )  # fmt: skip
+    for site, title in others:
         yield ""
-        yield f"## Sites (`--site`): {title}"
+        yield f"## {title}"
         yield ""
         yield (site.__doc__ or "").strip()
         yield from _table("", site)

@@ -21,16 +21,16 @@ MARGIN_S = 120
 class Container(Section):
     """The image in which the work runs; submission stays outside of it."""
 
-    runtime: Literal["none", "apptainer", "podman"] = "none"
-    """Program that starts the container."""
+    runtime: Literal["none", "apptainer", "podman", "pyxis"] = "none"
+    """What starts the container: a program on the nodes, or Slurm's plugin pyxis."""
     image: str = ""
-    """Path of a SIF file (apptainer) or name of an image (podman)."""
+    """Path of a SIF file (apptainer), OCI archive (podman) or squashfs file (pyxis), or the name of an image, pinned by `@sha256:...`."""
     python: str = "python3"
     """The interpreter inside the image."""
     binds: tuple[str, ...] = ()
     """Further folders to make visible, `host:inside` or one path for both; the repository and the results are always bound."""
     gpus: bool = True
-    """Make the GPUs visible inside (`--nv` for apptainer, the CDI device for podman)."""
+    """Make the GPUs visible inside where the work uses them (apptainer `--nv`, podman's CDI device, pyxis NVIDIA_VISIBLE_DEVICES)."""
     extra: tuple[str, ...] = ()
     """Further arguments for the runtime, before the image."""
 
@@ -44,8 +44,8 @@ class Container(Section):
     @classmethod
     def _absolute(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for bind in value:
-            if not all(part.startswith("/") for part in bind.split(":")[:2]):
-                raise ValueError(f"{bind!r} is not an absolute path, or a pair of them separated by a colon")
+            if not all(part.startswith("/") for part in bind.split(":")[:2]) or "," in bind:
+                raise ValueError(f"{bind!r} is not an absolute path without commas, or a pair of them separated by a colon")
         return value
 
 
@@ -60,6 +60,12 @@ class LocalSite(Section):
     """CPU threads a worker; 0 leaves the choice to PyTorch."""
     container: Container = Container()
     """The image in which the work runs."""
+
+    @model_validator(mode="after")
+    def _no_pyxis(self) -> Self:
+        if self.container.runtime == "pyxis":
+            raise ValueError("container.runtime is 'pyxis', a plugin of Slurm; with executor: local accepted are none, apptainer, podman")
+        return self
 
 
 class SlurmSite(Section):

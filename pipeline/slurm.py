@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict
 from pipeline import REPOSITORY, ranks
 from pipeline import slurm_state as state
 from pipeline.folder import RunFolder
-from pipeline.launch import SIGNALS, Event, LaunchError, Stopped
+from pipeline.launch import SIGNALS, Event, LaunchError, Stopped, check_image
 from pipeline.loading import nearest
 from pipeline.records import Record, Status, failure, write_atomically
 from pipeline.site import SlurmSite
@@ -68,6 +68,7 @@ class Task:
     alive: bool = False
     in_progress: set[str] = field(default_factory=set)
     warned: bool = False
+    problem: str | None = None
     ended_since: float | None = None
 
 
@@ -81,10 +82,12 @@ class SlurmExecutor:
         self.say = say
         self.remembered = folder.jobs / "slurm"
         self.submissions: list[Submission] = []
+        self.image_digest: str | None = None
 
     def execute(self, items: Sequence[Item], event: Event) -> None:
         """Compute the items; see :class:`pipeline.launch.Executor`. Raises :class:`LaunchError`."""
         check_cluster(self.site)
+        self.image_digest = check_image(self.site.container, items, self.template.kernel_digest, self.say)
         tasks: list[Task] = []
         try:
             with scrubbed_environment():
@@ -134,9 +137,12 @@ class SlurmExecutor:
             self.site, self.folder.logs / submission.name, name=submission.name, nodes=nodes, ranks_per_node=per_node, several=world > 1
         )
         jobs = [
-            Job(self.site.container, path, self.folder.root, python=self._python(), use_gpu=self.site.gpus_per_job > 0, ranks=world > 1)
+            Job(
+                self.site.container, path, self.folder.root, python=self._python(), use_gpu=self.site.gpus_per_job > 0, ranks=world > 1,
+                digest=self.image_digest,
+            )
             for path in paths
-        ]
+        ]  # fmt: skip
         self._remember(submission)
         self.submissions.append(submission)
         with signals_held():  # between sbatch and the id on disk a signal would leave a job that nobody knows
@@ -252,8 +258,10 @@ class SlurmExecutor:
             kind = one["event"]
             task.alive = True
             if kind == "job":
-                task.warned = False
+                task.warned, task.problem = False, None
                 task.in_progress.clear()
+            elif kind == "problem":
+                task.problem = task.problem or one["reason"]
             elif kind == "signal":
                 task.warned = True
             elif kind == "start":
@@ -313,7 +321,8 @@ class SlurmExecutor:
         """A record for each cell of the job that has none."""
         for cell_id, item in list(task.open.items()):
             digest = task.chunk.kernel_digest
-            text = f"job {task.job_id} {why}; log: {task.log}"
+            text = f"{task.problem}; " if task.problem else ""
+            text += f"job {task.job_id} {why}; log: {task.log}"
             if task.submission.ranks > 1:
                 record = ranks.collect(self.folder.root, item, digest, {})
                 if not record.final:

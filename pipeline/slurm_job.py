@@ -10,21 +10,20 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from pipeline import REPOSITORY, container
+from pipeline import REPOSITORY, container, container_image
 from pipeline.records import now
 from pipeline.site import Container
 from pipeline.todo import EventFile
-
-#: Variables of the launcher's environment that the work inside a container needs as well.
-PASSED_ON = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONPATH")
-PASSED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "TURBOPAIR_", "PIPELINE_")
 
 
 class Job:
     """Computes one chunk; after a time-out it is requeued as it is, because the work itself skips what is recorded."""
 
-    def __init__(self, box: Container, chunk: Path, results: Path, *, python: str, use_gpu: bool, ranks: bool) -> None:
+    def __init__(
+        self, box: Container, chunk: Path, results: Path, *, python: str, use_gpu: bool, ranks: bool, digest: str | None = None
+    ) -> None:
         self.box = box
+        self.digest = digest
         self.chunk = chunk
         self.results = results
         self.python = python
@@ -46,17 +45,22 @@ class Job:
         )
 
     def __call__(self) -> str:
-        """Run the work to its end. Raises RuntimeError when it gave up."""
+        """Run the work to its end. Raises RuntimeError when it gave up, ImageError when the container cannot be started here."""
         added = rendezvous() if self.ranks else {}
         if self.box.runtime != "none":
-            folders = container.caches(self.results / "jobs" / "caches")
-            for path in folders.values():
-                Path(path).mkdir(parents=True, exist_ok=True)
-            added |= folders
-            added |= {name: value for name, value in os.environ.items() if name in PASSED_ON or name.startswith(PASSED_PREFIXES)}
+            added |= container.passed_on(os.environ)
+            added |= prepare_caches(self.results / "jobs" / "caches")
+            added |= {container.DIGEST: self.digest} if self.digest else {}
         self.events.append({"event": "job", "job": os.environ.get("SLURM_JOB_ID", ""), "time": now()})
+        if self.box.runtime != "none":
+            try:
+                container_image.check_host(self.box, [REPOSITORY, self.results], use_gpu=self.use_gpu)
+            except container_image.ImageError as error:
+                self.events.append({"event": "problem", "reason": str(error)})
+                raise
         command = self.command(added)
-        code = subprocess.call(command, cwd=REPOSITORY, env={**os.environ, **added})
+        environment = container.host_environment(self.box, os.environ, added, use_gpu=self.use_gpu)
+        code = subprocess.call(command, cwd=REPOSITORY, env=environment)
         if code:
             raise RuntimeError(f"exit status {code} of: {' '.join(command)}")
         return "done"
@@ -67,6 +71,14 @@ class Job:
 
         self.events.append({"event": "signal", "job": os.environ.get("SLURM_JOB_ID", ""), "time": now()})
         return submitit.helpers.DelayedSubmission(self)
+
+
+def prepare_caches(folder: Path) -> dict[str, str]:
+    """Make the folders of a container's caches below ``folder``; the environment that names them."""
+    folders = container.caches(folder)
+    for path in folders.values():
+        Path(path).mkdir(parents=True, exist_ok=True)
+    return folders
 
 
 def rendezvous() -> dict[str, str]:

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import FrameType
 
 from pipeline import devices
+from pipeline.container import DIGEST
+from pipeline.container_image import ImageError, check_inside
 from pipeline.supervise import Supervisor, WorkerError
 from pipeline.todo import beside, read_chunk
 
@@ -43,6 +45,8 @@ def work(cells: Path, results: Path, *, device: str, threads: int = 0, attached:
     if attached:
         threading.Thread(target=_until_closed, args=(stop,), daemon=True).start()
     try:
+        if os.environ.get(DIGEST):
+            check_inside(chunk.kernel_digest, use_gpu=device != "cpu")
         chosen = devices.choose(device)
         if rank:
             from pipeline.ranks import run_one_rank
@@ -57,8 +61,9 @@ def work(cells: Path, results: Path, *, device: str, threads: int = 0, attached:
             return DISK_FULL
         print(error, file=sys.stderr, flush=True)
         return GAVE_UP
-    except (WorkerError, devices.NoDevice) as error:
+    except (WorkerError, devices.NoDevice, ImageError) as error:
         print(error, file=sys.stderr, flush=True)
+        beside(cells).append({"event": "problem", "reason": str(error)})
         return GAVE_UP
     return 128 + received[0] if received else 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import signal
@@ -191,13 +192,15 @@ def test_a_partition_that_does_not_exist(lab: Any) -> None:
 
 def test_the_work_is_in_the_container_and_submission_outside(lab: Any) -> None:
     """A stand-in for apptainer takes its options off, cleans the environment and runs the rest."""
-    fake = lab.folder / "bin" / "apptainer"
+    fake, image = lab.folder / "bin" / "apptainer", lab.folder / "x.sif"
+    image.write_bytes(b"an image")
+    (lab.folder / "data").mkdir()
     fake.parent.mkdir()
     fake.write_text(
         "#!/usr/bin/env python3\n"
         "import os, sys\n"
         "words, env = sys.argv[1:], {'PATH': os.environ['PATH'], 'INSIDE': '1'}\n"
-        "image = words.index('/images/x.sif')\n"
+        f"image = words.index('{image}')\n"
         "for a, b in zip(words[:image], words[1:image]):\n"
         "    if a == '--env': env[b.split('=')[0]] = b.partition('=')[2]\n"
         f"open('{lab.folder}/lines', 'a').write(' '.join(words) + chr(10))\n"
@@ -206,15 +209,43 @@ def test_the_work_is_in_the_container_and_submission_outside(lab: Any) -> None:
     )
     fake.chmod(0o755)
     lab.environment["PATH"] = f"{fake.parent}:{lab.environment['PATH']}"
-    site(lab, container={"runtime": "apptainer", "image": "/images/x.sif", "python": sys.executable, "binds": ["/data"]})
+    box = {"runtime": "apptainer", "image": str(image), "python": sys.executable, "binds": [f"{lab.folder}/data"], "gpus": False}
+    site(lab, container=box)
     lab.write_config("eager")
     done = lab()
     assert done.returncode == 0, done.stdout
     (line,) = (lab.folder / "lines").read_text().splitlines()
-    assert line.startswith("exec --cleanenv --no-home --nv --bind ")
+    assert line.startswith(f"exec --cleanenv --home {lab.results}/jobs/caches/home --bind ")
     assert f"--bind {lab.results}:{lab.results}" in line
-    assert "--bind /data:/data" in line
-    assert "CUDA_VISIBLE_DEVICES=" in line
+    assert f"--bind {lab.folder}/data:{lab.folder}/data" in line
+    assert "CUDA_VISIBLE_DEVICES=" in line and "SLURM_JOB_ID=" in line
+    digest = "sha256:" + hashlib.sha256(b"an image").hexdigest()
+    assert [record.environment["container_digest"] for record in lab.records()["eager"]] == [digest]
+
+
+@pytest.mark.parametrize(
+    ("box", "reason"),
+    [
+        ({"binds": ["/no/such/folder"]}, "container.binds: /no/such/folder does not exist on n"),
+        ({"gpus": True}, "has no NVIDIA driver, and the work asks for a GPU"),
+        ({"runtime": "podman", "image": "x@sha256:" + "a" * 64}, "container.runtime is podman, and podman is not found on n"),
+    ],
+)
+def test_a_container_that_cannot_start_on_a_node(lab: Any, box: dict[str, Any], reason: str) -> None:
+    """The record says why, not only that the job failed."""
+    program, image = lab.folder / "bin" / "apptainer", lab.folder / "x.sif"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    image.write_bytes(b"an image")
+    lab.environment["PATH"] = f"{program.parent}:{lab.environment['PATH']}"
+    site(lab, container={"runtime": "apptainer", "image": str(image), "gpus": False, **box})
+    lab.write_config("eager")
+    done = lab()
+    assert done.returncode == 2, done.stdout
+    (record,) = lab.records()["eager"]
+    assert record.status is Status.FAILED
+    assert reason in (record.reason or "") and "ended as FAILED; log:" in (record.reason or "")
 
 
 @pytest.mark.parametrize(("trouble", "status"), [(0, Status.OK), (gloo_step.FAILS, Status.FAILED)])
