@@ -141,7 +141,7 @@ def removed_shares(part: pd.DataFrame) -> pd.DataFrame:
     Each case is compared with the plain form of the same case (same inputs, same machine); cases without one drop out.
     """
     ok = part[part["ok"]]
-    names = [f"rmse.{t}" for t in GRADIENTS] + ["ms.both"]
+    names = [*(f"rmse.{t}" for t in GRADIENTS), "ms.both", "unstable"]
     ok = ok.assign(**{name: math.nan for name in names if name not in ok})
     plain = ok[ok["implementation"] == "turbopair.plain"][["device", *summary.CASE, *names]]
     paired = ok[ok["implementation"].isin(STEPS)].merge(plain, on=["device", *summary.CASE], suffixes=("", ".plain"))
@@ -207,3 +207,5 @@ def _add_removed(row: Row, paired: pd.DataFrame) -> None:
     if len(times):
         row.values["time"] = Value(f"{times.median():.2f}", float(times.median()))
         row.data["time_ratio.median"] = float(times.median())
+        if (paired[["unstable", "unstable.plain"]] == True).any(axis=None):  # noqa: E712  (object columns: None is not equal)
+            row.remark = "; ".join(filter(None, [row.remark, "time: spread > 5%"]))

@@ -23,4 +23,4 @@ export NCCL_DEBUG=WARN
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --unbuffered --output /results/run/logs/%A_%a_%t_log.out --cpus-per-task=8 /shared/env/bin/python -u -m submitit.core._submit /results/run/logs
+srun --unbuffered --output /results/run/logs/%A_%a_%t_log.out --cpus-per-task=8 /scratch/env/bin/python -u -m submitit.core._submit /results/run/logs

@@ -22,4 +22,4 @@ export NCCL_DEBUG=WARN
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --unbuffered --output /results/run/logs/%j_%t_log.out --cpus-per-task=8 --kill-on-bad-exit=1 /shared/env/bin/python -u -m submitit.core._submit /results/run/logs
+srun --unbuffered --output /results/run/logs/%j_%t_log.out --cpus-per-task=8 --kill-on-bad-exit=1 /scratch/env/bin/python -u -m submitit.core._submit /results/run/logs

@@ -13,7 +13,7 @@ from pipeline.slurm_job import Job
 
 SITE = SlurmSite(
     partition="gpu", account="project", gpus_per_node=8, timeout_min=30, mem_gb=64, setup=("module load cuda", "export NCCL_DEBUG=WARN"),
-    python="/shared/env/bin/python", max_jobs=16,
+    python="/scratch/env/bin/python", max_jobs=16,
 )  # fmt: skip
 GOLDEN = Path(__file__).parent
 

@@ -39,7 +39,7 @@ def test_residual_removes_four_tenths_of_the_dbias_error() -> None:
     """With a running maximum it would be about half: there a row's largest weight is exactly one and not rounded (DESIGN.md, numerics)."""
     _, error = measured("normal")
     removed = 1 - error["paper"]["dbias"] / error["plain"]["dbias"]
-    assert 0.34 < removed < 0.50
+    assert 0.33 < removed < 0.45
 
 
 @pytest.mark.parametrize(("family", "at_least"), [("peaked", 0.6), ("sharp", 0.65), ("offset", 0.8)])
