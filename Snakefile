@@ -3,8 +3,8 @@
 #   snakemake --profile config/profiles/local                                            all of config/smoke.yaml, here
 #   snakemake --profile config/profiles/slurm --config config=config/paper.yaml site=config/sites/slurm.yaml
 #   snakemake --profile config/profiles/local accuracy                                   one experiment (or: container, the image)
-#   snakemake --profile config/profiles/local --forcerun measure -- accuracy             compute its failed cells again
 #
+# Started again, it computes what is missing, failed, damaged or of other kernel sources; finished cells cost seconds.
 # Failed cells do not stop the workflow: the tables show them with their reasons, and the status at the end names them.
 # Cells that were not reached, or a run in which no cell at all succeeded, are errors.
 # `python -m pipeline workflow ...` instead of `snakemake ...` also forwards signals that are sent to it alone.
@@ -69,11 +69,11 @@ rule measure:
     input: CONFIG, SITE
     output: touch(f"{RESULTS}/jobs/{{experiment}}.done")
     log: f"{RESULTS}/jobs/logs/snakemake-{{experiment}}.log"
-    message: "{wildcards.experiment}: progress in {log}"
+    message: "{wildcards.experiment}: log in {log}"
     threads: THREADS
     resources: mem_mb=16000
     shell: "exec {PYTHON} -m pipeline run --config {CONFIG} --site {SITE} --results {RESULTS} --experiment {wildcards.experiment}"
-           " --keep-going --no-tables > {log} 2>&1"
+           " --keep-going --no-tables --log {log}"
 
 rule write_tables:
     input: expand(f"{RESULTS}/jobs/{{experiment}}.done", experiment=SETTINGS.experiments())
@@ -81,4 +81,4 @@ rule write_tables:
     log: f"{RESULTS}/jobs/logs/snakemake-tables.log"
     message: "tables, figures, claims and report in {RESULTS}"
     resources: mem_mb=4000
-    shell: "exec {PYTHON} -m pipeline tables {RESULTS} > {log} 2>&1"
+    shell: "exec {PYTHON} -m pipeline tables {RESULTS} --log {log}"

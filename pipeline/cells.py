@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -68,8 +67,3 @@ class Cell(BaseModel):
 
     def __hash__(self) -> int:  # the dict of options has no hash of its own
         return hash(self.id)
-
-
-def valid_id(text: str) -> bool:
-    """Whether ``text`` looks like a cell id; such a text is safe as a file name."""
-    return re.fullmatch(r"[a-z_]+-[A-Za-z0-9_.+]+-n\d+-i\d+-h\d+-d\d+-[a-z]+-s\d+-[0-9a-f]{8}", text) is not None

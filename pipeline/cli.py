@@ -7,13 +7,17 @@ from collections.abc import Callable
 from enum import StrEnum
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, ParamSpec
+from typing import TYPE_CHECKING, Annotated, ParamSpec
 
 import typer
 
 from pipeline import REPOSITORY
 from pipeline.cells import EXPERIMENTS
 from pipeline.container_cli import app as container_app
+
+if TYPE_CHECKING:
+    from pipeline.folder import RunFolder
+    from pipeline.records import Reading
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 app.add_typer(container_app, name="container")
@@ -29,6 +33,7 @@ SiteSetOption = Annotated[list[str], typer.Option("--set-site", help="Change a v
 ExperimentOption = Annotated[
     list[ExperimentName], typer.Option("--experiment", "-e", help="Only this experiment; may be given several times.")
 ]
+LogOption = Annotated[Path | None, typer.Option("--log", help="Write what is printed to this file, too.")]
 SMOKE = Path("config/smoke.yaml")
 
 
@@ -40,21 +45,49 @@ def _clear_errors(command: Callable[P, None]) -> Callable[P, None]:
         from pipeline.folder import FolderError
         from pipeline.launch import LaunchError, Stopped
         from pipeline.loading import ConfigError
-        from pipeline.records import RecordWriteError
+        from pipeline.output import also_to
+        from pipeline.records import DamagedRecord, RecordWriteError
 
+        def failed(text: str, status: int = 2) -> int:
+            typer.echo(text, err=True)
+            return status
+
+        def attempt() -> int:
+            try:
+                command(*args, **kwargs)
+            except typer.Exit as end:
+                return end.exit_code
+            except (ConfigError, FolderError, LaunchError) as error:
+                return failed(f"error: {error}")
+            except RecordWriteError as error:
+                return failed(f"error: {error.strerror}")
+            except DamagedRecord as error:
+                return failed(f"error: {error}; {_remedy(error.path)}")
+            except Stopped as stop:
+                return failed("stopped; the same command carries on with the cells that are left", 128 + stop.number)
+            return 0
+
+        log = kwargs.get("log")
         try:
-            command(*args, **kwargs)
-        except (ConfigError, FolderError, LaunchError) as error:
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(2) from None
-        except RecordWriteError as error:
-            typer.echo(f"error: {error.strerror}", err=True)
-            raise typer.Exit(2) from None
-        except Stopped as stop:
-            typer.echo("stopped; the same command carries on with the cells that are left", err=True)
-            raise typer.Exit(128 + stop.number) from None
+            with also_to(log if isinstance(log, Path) else None):
+                status = attempt()
+        except BrokenPipeError:  # the reader of the output has gone, as with `| head`
+            raise
+        except (OSError, EOFError) as error:
+            named = getattr(error, "filename", None)
+            what = f"{named}: {error.strerror}" if named and isinstance(error, OSError) else str(error) or type(error).__name__
+            status = failed(f"error: {what}; see that the file is there and whole and the disk has room, then start the same command again")
+        if status:
+            raise typer.Exit(status)
 
     return wrapped
+
+
+def _remedy(path: Path) -> str:
+    """What to do about a damaged record or archive."""
+    if path.suffix == ".gz":
+        return "put the file back as it was (git checkout), or write it again from the run with `python -m pipeline archive`"
+    return "`python -m pipeline run` with the configuration of the folder computes the cell again"
 
 
 def _names(experiments: list[ExperimentName]) -> list[str] | None:
@@ -70,7 +103,9 @@ def plan(config: ConfigOption = SMOKE, set_: SetOption = [], experiment: Experim
     from pipeline import config as configuration
     from pipeline.plan import plan as make_plan
 
-    cells = make_plan(configuration.load(config, set_), _names(experiment))
+    settings = configuration.load(config, set_)
+    settings.check_sections(_names(experiment) or ())
+    cells = make_plan(settings, _names(experiment))
     if ids:
         for cell in cells:
             typer.echo(cell.id)
@@ -92,6 +127,7 @@ def run(
     set_site: SiteSetOption = [],  # noqa: B006
     keep_going: Annotated[bool, typer.Option(help="Exit with 0 although cells failed: the tables show them with their reasons.")] = False,
     tables: Annotated[bool, typer.Option(help="Write the tables at the end.")] = True,
+    log: LogOption = None,
 ) -> None:
     """Compute every cell that has no result yet, then write the tables.
 
@@ -140,7 +176,7 @@ def status(results: Annotated[Path, typer.Argument(help="Folder of the run.")] =
 
 @app.command()
 @_clear_errors
-def tables(results: Annotated[Path, typer.Argument(help="Folder of the run.")] = Path("results/smoke")) -> None:
+def tables(results: Annotated[Path, typer.Argument(help="Folder of the run.")] = Path("results/smoke"), log: LogOption = None) -> None:
     """Write tables, figures, claims.md and report.html from the records.
 
     Exit status: 2 when no cell has succeeded; the tables are written all the same and say why each row is empty.
@@ -186,7 +222,7 @@ def show(table: TableName, results: Annotated[Path, typer.Argument(help="Folder 
     folder = RunFolder(results)
     config = folder.read_config()
     load_plugins(config)
-    records = folder.store.read_all().records
+    records = _read(folder).records
     if table.value == "claims":
         show_claims(records, Console(), make_plan(config))
     else:
@@ -253,6 +289,14 @@ def workflow(context: typer.Context) -> None:
     raise typer.Exit(snakemake(context.args))
 
 
+def _read(folder: RunFolder) -> Reading:
+    """The records of a run, after naming the damaged ones."""
+    reading = folder.store.read_all()
+    for damaged in reading.damaged:
+        typer.echo(f"{damaged}; left out of the tables, the next run computes it again", err=True)
+    return reading
+
+
 def _write_tables(root: Path) -> bool:
     """Write them, and say where and what is odd about them; whether any cell of the run has succeeded."""
     from pipeline.config import load_plugins
@@ -262,9 +306,7 @@ def _write_tables(root: Path) -> bool:
     folder = RunFolder(root)
     config = folder.read_config()
     load_plugins(config)
-    reading = folder.store.read_all()
-    for damaged in reading.damaged:
-        typer.echo(f"{damaged}; left out of the tables, the next run computes it again", err=True)
+    reading = _read(folder)
     gpus = sorted({str(gpu["name"]) for record in reading.records if (gpu := record.environment.get("gpu"))})
     if len(gpus) > 1:
         typer.echo(f"warning: records of {len(gpus)} GPU models in one run ({', '.join(gpus)}); the tables keep them apart", err=True)

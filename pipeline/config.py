@@ -7,12 +7,24 @@ these models (``python -m pipeline config --write``); a test keeps them in step.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictFloat,
+    StrictInt,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 
 from pipeline.cells import EXPERIMENTS, Dtype, Experiment, Family
 from pipeline.loading import ConfigError, nearest, override, read_mapping, validate
@@ -51,7 +63,15 @@ def no_duplicates(value: list[Any]) -> list[Any]:
     return value
 
 
-Positive = Annotated[int, Field(ge=1)]
+Positive = Annotated[StrictInt, Field(ge=1)]
+
+
+def _number_or_n(value: Any, inner: ValidatorFunctionWrapHandler) -> Any:
+    """One error for the key instead of one for each way to read it."""
+    try:
+        return inner(value)
+    except ValidationError:
+        raise ValueError(f"{value!r} is not accepted; give a number of at least 1, or n") from None
 
 
 class KernelSection(Section):
@@ -61,19 +81,19 @@ class KernelSection(Section):
     """Sequence lengths N."""
     head_dims: list[Positive] = Field(default=[16, 32], min_length=1)
     """Head dimensions D."""
-    heads: int = Field(default=4, ge=1)
+    heads: StrictInt = Field(default=4, ge=1)
     """Number of heads H."""
-    slices: Annotated[int, Field(ge=1)] | Literal["n"] = "n"
+    slices: Annotated[Positive | Literal["n"], WrapValidator(_number_or_n)] = "n"
     """Number of slices I that share the bias: a number, or `n` for as many as the crop (the real operator)."""
     families: list[Family] = Field(default=["normal"], min_length=1)
     """How inputs are made; the cases of a size are dealt to the families in turn."""
-    cases: int = Field(default=1, ge=1)
+    cases: StrictInt = Field(default=1, ge=1)
     """Number of input cases of each (crop, head dimension); case k has family k mod F and seed `seed` + k div F."""
-    seed: int = Field(default=0, ge=0)
+    seed: StrictInt = Field(default=0, ge=0)
     """The first seed."""
     bias_dtype: Dtype = "bf16"
     """Dtype of the pair bias."""
-    cell_timeout_s: float = Field(default=900, gt=0)
+    cell_timeout_s: StrictFloat = Field(default=900, gt=0)
     """A cell that takes longer is stopped and recorded as timed out."""
 
     @field_validator("crops", "head_dims", "families")
@@ -120,16 +140,16 @@ class Accuracy(PeerSection):
 class Determinism(PeerSection):
     """Bitwise equality of repeated calls."""
 
-    calls: int = Field(default=5, ge=2)
+    calls: StrictInt = Field(default=5, ge=2)
     """Number of calls that are compared."""
 
 
 class Timing(Section):
     """Settings of the timer."""
 
-    warmup_ms: float = Field(default=200, ge=0)
+    warmup_ms: StrictFloat = Field(default=200, ge=0)
     """Calls are warmed up for at least this long before any is measured, in milliseconds."""
-    repeats: int = Field(default=50, ge=3)
+    repeats: StrictInt = Field(default=50, ge=3)
     """Number of measured calls."""
 
 
@@ -163,21 +183,21 @@ class StepTime(Section):
     """Back ends of the pair stack, one configuration an entry."""
     crops: list[Positive] = Field(default=[384, 640, 768], min_length=1)
     """Number of tokens of a sample."""
-    nodes: int = Field(default=1, ge=1)
+    nodes: StrictInt = Field(default=1, ge=1)
     """Number of nodes of the job."""
-    ranks_per_node: int = Field(default=1, ge=1)
+    ranks_per_node: StrictInt = Field(default=1, ge=1)
     """Number of processes, and GPUs, a node."""
-    steps: int = Field(default=10, ge=1)
+    steps: StrictInt = Field(default=10, ge=1)
     """Number of measured steps."""
-    warmup_steps: int = Field(default=3, ge=1)
+    warmup_steps: StrictInt = Field(default=3, ge=1)
     """Steps before the first measured one."""
-    recycles: int = Field(default=3, ge=0)
+    recycles: StrictInt = Field(default=3, ge=0)
     """Number of recycles, fixed so that steps compare."""
     size: Literal["full", "reduced"] = "full"
     """The published model, or one of reduced depth for machines without a GPU."""
-    seed: int = Field(default=0, ge=0)
+    seed: StrictInt = Field(default=0, ge=0)
     """Seed of weights and of the step."""
-    cell_timeout_s: float = Field(default=3600, gt=0)
+    cell_timeout_s: StrictFloat = Field(default=3600, gt=0)
     """A cell that takes longer is stopped and recorded as timed out."""
 
     @field_validator("backends", mode="before")
@@ -215,6 +235,15 @@ class ExperimentConfig(Section):
     def experiments(self) -> list[Experiment]:
         """The experiments that are configured, in their fixed order."""
         return [name for name in EXPERIMENTS if getattr(self, name) is not None]
+
+    def check_sections(self, names: Collection[str]) -> None:
+        """Every named experiment has a section. Raises :class:`ConfigError`."""
+        absent = [name for name in names if name not in self.experiments()]
+        if absent:
+            raise ConfigError(
+                f"the configuration {self.name!r} has no section {' and no section '.join(absent)}; "
+                f"it has {', '.join(self.experiments())}. Add the section, or name another experiment or --config"
+            )
 
     def kernel_sections(self) -> Iterator[tuple[Experiment, KernelSection]]:
         """The sections of the experiments on one call of the operator."""

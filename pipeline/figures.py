@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,12 +75,7 @@ def _save(figure: Figure, experiment: str, device: str, stem: Path) -> Drawing:
     svg = svg_file.getvalue().decode()
     paths = (stem.with_suffix(".svg"), stem.with_suffix(".png"))
     write_atomically(paths[0], svg)
-    temporary = paths[1].with_name(f".{paths[1].name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(png_file.getvalue())
-        temporary.replace(paths[1])
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomically(paths[1], png_file.getvalue())
     return Drawing(experiment, device, paths, svg)
 
 

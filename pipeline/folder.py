@@ -67,11 +67,11 @@ class RunFolder:
             raise FolderError(f"{self.root} has records and no config.yaml to tell what they are; use another --results folder")
         write_atomically(self.config_path, dump(config))
 
-    def pending(self, cells: Iterable[Cell], kernel_digest: str) -> Pending:
+    def pending(self, cells: Iterable[Cell], kernel_digest: str, *, on_gpus: bool = False) -> Pending:
         """What is left to do; records that do not count are moved to ``records/stale``, leftovers of killed writers removed."""
         self.store.remove_leftovers()
-        left = pending(cells, self.store, kernel_digest)
-        for record in left.stale:
+        left = pending(cells, self.store, kernel_digest, on_gpus=on_gpus)
+        for record in (*left.stale, *left.of_cpu):
             self.store.set_aside(self.store.path(record.cell))
         for damaged in left.damaged:
             self.store.set_aside(damaged.path)
@@ -83,20 +83,31 @@ class RunFolder:
         with ExitStack() as stack:
             for experiment in sorted(experiments):
                 path = self.jobs / f".{experiment}.lock"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                file = stack.enter_context(path.open("a+", encoding="utf-8"))
+                try:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    file = stack.enter_context(path.open("a+b", buffering=0))  # a buffer would fail again when it is closed
+                except OSError as error:
+                    raise _unusable(path, error) from error
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError as error:
                     if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
                         continue  # a file system without locks; the user is trusted there
                     file.seek(0)
-                    holder = file.read().strip() or "unknown"
+                    holder = file.read().decode(errors="replace").strip() or "unknown"
                     raise FolderError(f"another run ({holder}) is computing {experiment} in {self.root}; wait for it or stop it") from None
-                file.truncate(0)
-                file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
-                file.flush()
+                try:
+                    file.truncate(0)
+                    file.write(f"process {os.getpid()} on {os.uname().nodename}\n".encode())
+                except OSError as error:
+                    raise _unusable(path, error) from error
             yield
+
+
+def _unusable(path: Path, error: OSError) -> FolderError:
+    return FolderError(
+        f"cannot write {path}: {error.strerror}; make room, correct the permissions or use another --results folder, and start again"
+    )
 
 
 def differences(old: ExperimentConfig, new: ExperimentConfig) -> list[str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+from pipeline import devices
 from pipeline.cells import Cell
 from pipeline.config import ExperimentConfig
 from pipeline.folder import RunFolder
@@ -108,13 +109,14 @@ def run(
     :class:`pipeline.folder.FolderError` or :class:`ConfigError` when nothing could be computed.
     """
     check_fit(config, site)
+    config.check_sections(experiments or ())
     cells = plan(config, experiments)
     folder = RunFolder(root)
     digest = kernel_digest()
     start = time.monotonic()
     with folder.lock({cell.experiment for cell in cells}):
         folder.adopt(config)
-        left = folder.pending(cells, digest)
+        left = folder.pending(cells, digest, on_gpus=computes_on_gpus(site))
         _explain(left, folder, say)
         if left.items:
             chunk = Chunk(
@@ -123,15 +125,17 @@ def run(
                 timeout_s={name: config.timeout_s(name) for name in config.experiments()},
                 items=[],
             )
-            with Progress(len(left.items), label=config.name) as progress, signals():
+            label = " ".join((config.name, *(experiments or ())))
+            with Progress(len(left.items), label=label) as progress, signals():
                 _executor(site, folder, chunk, progress.note).execute(left.items, progress.event)
         after = pending(cells, folder.store, digest)
-    present = {record.cell_id for record in (*after.finished, *after.retried)}
+    records = [*after.finished, *after.absent, *after.retried]
+    present = {record.cell_id for record in records}
     return Summary(
         planned=len(cells),
         computed=len(left.items),
         seconds=time.monotonic() - start,
-        records=[*after.finished, *after.retried],
+        records=records,
         missing=[cell for cell in cells if cell.id not in present],
     )
 
@@ -144,6 +148,15 @@ def _executor(site: Site, folder: RunFolder, template: Chunk, say: Callable[[str
     from pipeline.slurm import SlurmExecutor
 
     return SlurmExecutor(site, folder, template, say)
+
+
+def computes_on_gpus(site: Site) -> bool:
+    """Whether the run's cells are computed on GPUs: so asked for, and here also there."""
+    if site.container.runtime != "none" and not site.container.gpus:
+        return False
+    if isinstance(site, SlurmSite):
+        return site.gpus_per_job > 0
+    return site.device != "cpu" and bool(devices.gpus())
 
 
 def kernel_digest() -> str:
@@ -196,6 +209,11 @@ def _explain(left: Pending, folder: RunFolder, say: Callable[[str], None]) -> No
     if left.stale:
         name = left.stale[0].cell_id
         say(f"{len(left.stale)} records are of other kernel sources (such as {name}); kept in records/stale and computed again")
+    if left.of_cpu:
+        name = left.of_cpu[0].cell_id
+        say(f"{len(left.of_cpu)} records were made on a CPU (such as {name}); kept in records/stale and computed again on GPUs")
+    if left.absent:
+        say(f"{len(left.absent)} cells whose implementation was not available are looked at again")
     if left.retried:
         say(f"{len(left.retried)} cells that did not end well are tried again")
 

@@ -15,6 +15,7 @@ import json
 import math
 import os
 import socket
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -45,10 +46,8 @@ class Status(StrEnum):
     NOT_RUN = "not_run"
 
 
-#: A cell that ended so is not run again: the same code on the same machine would end the same way.
+#: A cell that ended so is no failure of the run: it has a result, or nothing here can compute it.
 FINAL = frozenset({Status.OK, Status.UNSUPPORTED, Status.NOT_INSTALLED})
-#: Ended badly: shown with the reason, counted as a failure of the run, tried again by the next run.
-BAD = frozenset(Status) - FINAL
 
 
 class RecordWriteError(OSError):
@@ -119,7 +118,7 @@ class Record(BaseModel):
 
     @property
     def final(self) -> bool:
-        """Whether the cell is not to be run again."""
+        """Whether the cell ended without being a failure of the run."""
         return self.status in FINAL
 
 
@@ -197,11 +196,13 @@ class RecordStore:
         return read_record(path) if path.exists() else None
 
     def read_all(self) -> Reading:
-        """Every record, in the order of the file names; damaged files are named beside them."""
+        """Every record, in the order of the file names; damaged files are named beside them.
+
+        Raises :class:`DamagedRecord` for an archive that cannot be read as a whole: no run would mend it.
+        """
         result = Reading()
         if self.archive.exists():
-            lines = gzip.decompress(self.archive.read_bytes()).decode().splitlines()
-            result.records = [parse_text(line, self.archive) for line in lines]
+            result.records = self._read_archive()
         for experiment in EXPERIMENTS:
             for path in sorted((self.root / experiment).glob("*.json")):
                 try:
@@ -209,6 +210,19 @@ class RecordStore:
                 except DamagedRecord as error:
                     result.damaged.append(error)
         return result
+
+    def _read_archive(self) -> list[Record]:
+        try:
+            lines = gzip.decompress(self.archive.read_bytes()).decode().splitlines()
+        except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError) as error:
+            raise DamagedRecord(self.archive, f"not a whole gzip file of text ({error})") from error
+        records = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                records.append(parse_text(line, self.archive))
+            except DamagedRecord as error:
+                raise DamagedRecord(self.archive, f"line {number}: {error.why}") from error
+        return records
 
     def write_archive(self, target: Path) -> int:
         """Write all records into ``target/records.jsonl.gz`` in one step, the same bytes for the same records; returns how many.

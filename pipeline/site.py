@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, TypeAdapter, field_validator, model_validator
+from pydantic import Field, StrictBool, StrictFloat, StrictInt, TypeAdapter, field_validator, model_validator
 
 from pipeline.config import Section
 from pipeline.loading import override, read_mapping, validate
@@ -29,7 +29,7 @@ class Container(Section):
     """The interpreter inside the image."""
     binds: tuple[str, ...] = ()
     """Further folders to make visible, `host:inside` or one path for both; the repository and the results are always bound."""
-    gpus: bool = True
+    gpus: StrictBool = True
     """Make the GPUs visible inside where the work uses them (apptainer `--nv`, podman's CDI device, pyxis NVIDIA_VISIBLE_DEVICES)."""
     extra: tuple[str, ...] = ()
     """Further arguments for the runtime, before the image."""
@@ -56,8 +56,8 @@ class LocalSite(Section):
     """Run here."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: the GPUs when there are any, else the CPU."""
-    threads: int = Field(default=0, ge=0)
-    """CPU threads a worker; 0 leaves the choice to PyTorch."""
+    threads: StrictInt = Field(default=0, ge=0)
+    """CPU threads a worker; 0 shares the CPUs among the workers, whatever OMP_NUM_THREADS says (Snakemake sets it to 1)."""
     container: Container = Container()
     """The image in which the work runs."""
 
@@ -81,25 +81,25 @@ class SlurmSite(Section):
     """Quality of service."""
     constraint: str | None = None
     """Feature that nodes must have, for example the name of a GPU."""
-    gpus_per_node: int = Field(default=8, ge=0)
+    gpus_per_node: StrictInt = Field(default=8, ge=0)
     """GPUs of a node: the most that a multi-node job asks for on each."""
-    gpus_per_job: int = Field(default=1, ge=0)
+    gpus_per_job: StrictInt = Field(default=1, ge=0)
     """GPUs of a job of the array; a job uses all its GPUs, one worker each. 0 runs on the CPU."""
     gres: str | None = None
     """How GPUs are asked for where `--gpus-per-node` is not accepted, with `{gpus}` for the number, e.g. `gpu:h200:{gpus}`."""
-    cpus_per_gpu: int = Field(default=8, ge=1)
+    cpus_per_gpu: StrictInt = Field(default=8, ge=1)
     """CPUs for each worker."""
-    mem_gb: float | None = Field(default=None, gt=0)
+    mem_gb: StrictFloat | None = Field(default=None, gt=0)
     """Memory of a job; left out: the cluster's default."""
-    timeout_min: int = Field(default=120, ge=1)
+    timeout_min: StrictInt = Field(default=120, ge=1)
     """Time limit of a job. A job that reaches it is requeued and carries on with the cells that are left."""
-    signal_delay_s: int = Field(default=90, ge=10)
+    signal_delay_s: StrictInt = Field(default=90, ge=10)
     """How long before the limit Slurm warns the job, so that it can requeue."""
-    max_requeues: int = Field(default=3, ge=0)
+    max_requeues: StrictInt = Field(default=3, ge=0)
     """How often a job that reached its time limit is requeued."""
-    cells_per_job: int = Field(default=200, ge=1)
+    cells_per_job: StrictInt = Field(default=200, ge=1)
     """About how many cells a job of the array computes; cells of one input stay together."""
-    max_jobs: int = Field(default=64, ge=1)
+    max_jobs: StrictInt = Field(default=64, ge=1)
     """How many jobs of the array may run at once."""
     setup: tuple[str, ...] = ()
     """Shell lines at the start of a job, such as `module load` or `export NCCL_SOCKET_IFNAME=...`."""
@@ -107,9 +107,9 @@ class SlurmSite(Section):
     """Interpreter on the nodes that has this package's requirements; left out: the one that submits."""
     srun_args: tuple[str, ...] = ()
     """Further arguments for `srun`."""
-    poll_s: float = Field(default=10, gt=0)
+    poll_s: StrictFloat = Field(default=10, gt=0)
     """How often Slurm is asked for the states of the jobs."""
-    start_timeout_s: float = Field(default=900, gt=0)
+    start_timeout_s: StrictFloat = Field(default=900, gt=0)
     """A job that has run for this long without any sign of life is cancelled."""
     container: Container = Container()
     """The image in which the work runs."""

@@ -12,10 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.folder import RunFolder
+from pipeline.launch import kernel_digest
 from pipeline.plan import plan
 from pipeline.records import FINAL, DamagedRecord, Record, Status, now, write_atomically
 
 REASONS_SHOWN = 20
+#: Counted beside the statuses: no record, and a record of other kernel sources than those in use.
+MISSING, OUTDATED = "missing", "outdated"
 
 
 @dataclass
@@ -26,13 +29,17 @@ class RunStatus:
     bad: list[Record] = field(default_factory=list)
     absent: dict[tuple[str, str, str], int] = field(default_factory=lambda: defaultdict(int))
     damaged: list[DamagedRecord] = field(default_factory=list)
-    digests: Counter[str] = field(default_factory=Counter)
     unplanned: int = 0
 
     @property
     def totals(self) -> Counter[str]:
         """Number of cells by status."""
         return sum(self.counts.values(), Counter[str]())
+
+    @property
+    def to_do(self) -> int:
+        """Number of cells that the next run computes, besides a look at those that were not available."""
+        return self.totals[MISSING] + self.totals[OUTDATED] + len(self.bad)
 
 
 def read_status(root: Path) -> RunStatus:
@@ -42,13 +49,14 @@ def read_status(root: Path) -> RunStatus:
     reading = folder.store.read_all()
     records = {record.cell_id: record for record in reading.records}
     result = RunStatus(damaged=reading.damaged)
+    digest = kernel_digest()
     for cell in cells:
         record = records.pop(cell.id, None)
         key = (cell.experiment, cell.implementation)
-        result.counts[key]["missing" if record is None else record.status.value] += 1
-        if record is None:
+        if record is None or record.kernel_digest != digest:
+            result.counts[key][MISSING if record is None else OUTDATED] += 1
             continue
-        result.digests[record.kernel_digest] += 1
+        result.counts[key][record.status.value] += 1
         if record.status not in FINAL:
             result.bad.append(record)
         elif record.status is not Status.OK:
@@ -80,12 +88,13 @@ def print_status(root: Path, console: Console | None = None) -> None:
     table = Table(title=f"{root}", title_justify="left")
     for heading in ("experiment", "implementation"):
         table.add_column(heading)
-    for heading in ("done", "missing", "failed", "not available"):
+    for heading in ("done", MISSING, OUTDATED, "failed", "not available"):
         table.add_column(heading, justify="right")
     for (experiment, implementation), counts in found.counts.items():
-        failed = sum(number for status, number in counts.items() if status != "missing" and Status(status) not in FINAL)
+        failed = sum(number for status, number in counts.items() if status not in (MISSING, OUTDATED) and Status(status) not in FINAL)
         absent = counts[Status.UNSUPPORTED] + counts[Status.NOT_INSTALLED]
-        table.add_row(experiment, implementation, *(str(number or "") for number in (counts[Status.OK], counts["missing"], failed, absent)))
+        numbers = (counts[Status.OK], counts[MISSING], counts[OUTDATED], failed, absent)
+        table.add_row(experiment, implementation, *(str(number or "") for number in numbers))
     console.print(table)
     for record in found.bad[:REASONS_SHOWN]:
         _line(console, f"{record.status.value}: {record.cell_id} (attempt {record.attempt}): {record.reason}")
@@ -95,12 +104,15 @@ def print_status(root: Path, console: Console | None = None) -> None:
         _line(console, f"{status.replace('_', ' ')}: {implementation} ({number} cells): {reason}")
     for error in found.damaged:
         _line(console, f"{error}; the next run computes it again")
-    if len(found.digests) > 1:
-        _line(console, f"records of {len(found.digests)} kernel sources; the next run computes those of older sources again")
+    if outdated := found.totals[OUTDATED]:
+        _line(console, f"outdated: {outdated} records are of other kernel sources than those here; the next run computes them again")
     if found.unplanned:
         _line(console, f"{found.unplanned} records are not in the plan of this configuration")
-    todo = found.totals["missing"] + len(found.bad)
-    _line(console, f"to do: {todo} cells; `python -m pipeline run` with this configuration computes them" if todo else "complete")
+    if not found.to_do:
+        _line(console, "complete")
+        return
+    command = f"python -m pipeline run --config {root}/config.yaml --results {root}"
+    _line(console, f"to do: {found.to_do} cells of the configuration {RunFolder(root).read_config().name}; `{command}` computes them")
 
 
 def _line(console: Console, text: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.cells import Cell
-from pipeline.records import DamagedRecord, Record, RecordStore, write_atomically
+from pipeline.records import DamagedRecord, Record, RecordStore, Status, write_atomically
 
 
 class Item(BaseModel):
@@ -65,15 +65,19 @@ class Pending:
     items: list[Item] = field(default_factory=list)
     finished: list[Record] = field(default_factory=list)
     retried: list[Record] = field(default_factory=list)
+    absent: list[Record] = field(default_factory=list)
     stale: list[Record] = field(default_factory=list)
+    of_cpu: list[Record] = field(default_factory=list)
     damaged: list[DamagedRecord] = field(default_factory=list)
 
 
-def pending(cells: Iterable[Cell], store: RecordStore, kernel_digest: str) -> Pending:
+def pending(cells: Iterable[Cell], store: RecordStore, kernel_digest: str, *, on_gpus: bool = False) -> Pending:
     """Which of ``cells`` still have to run (reads only).
 
-    Finished: a record of the same cell and kernel digest whose status is final. Everything else runs: no record, a
-    failure (with the next attempt number), a damaged file, a record of other kernel sources.
+    Finished: an ``ok`` record of the same cell and kernel digest. Everything else runs: no record, a failure (with the
+    next attempt number), a damaged file, a record of other kernel sources, and an implementation that was not available,
+    because it may have been installed since and to find out costs milliseconds. With ``on_gpus``, when the run
+    computes on GPUs, a record made on a CPU does not count either.
     """
     result = Pending()
     for cell in cells:
@@ -88,10 +92,13 @@ def pending(cells: Iterable[Cell], store: RecordStore, kernel_digest: str) -> Pe
         elif record.kernel_digest != kernel_digest:
             result.stale.append(record)
             result.items.append(Item(cell=cell))
-        elif record.final:
+        elif on_gpus and record.environment.get("device") == "cpu":
+            result.of_cpu.append(record)
+            result.items.append(Item(cell=cell))
+        elif record.status is Status.OK:
             result.finished.append(record)
         else:
-            result.retried.append(record)
+            (result.absent if record.final else result.retried).append(record)
             result.items.append(Item(cell=cell, attempt=record.attempt + 1))
     return result
 
@@ -102,7 +109,7 @@ def attempted(item: Item, store: RecordStore, kernel_digest: str) -> Record | No
         record = store.read(item.cell)
     except DamagedRecord:
         return None
-    if record is not None and record.kernel_digest == kernel_digest and (record.final or record.attempt >= item.attempt):
+    if record is not None and record.kernel_digest == kernel_digest and (record.status is Status.OK or record.attempt >= item.attempt):
         return record
     return None
 

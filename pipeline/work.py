@@ -26,7 +26,8 @@ def work(cells: Path, results: Path, *, device: str, threads: int = 0, attached:
     0: every item has a record, whatever its status. 3: the worker cannot work here (the reason is on standard error).
     74: no space left for results. 128 + signal: told to stop. With ``attached`` the end of standard input also means to
     stop: the launcher is gone. With ``rank`` this process is one rank of the chunk's only item, as RANK, WORLD_SIZE and
-    LOCAL_RANK say; 1 if it failed.
+    LOCAL_RANK say; 1 if it failed. ``threads`` is the number of CPU threads of each worker; 0 shares the CPUs that this
+    process may use among the workers.
     """
     chunk = read_chunk(cells)
     results = results.absolute()
@@ -53,6 +54,8 @@ def work(cells: Path, results: Path, *, device: str, threads: int = 0, attached:
 
             good = run_one_rank(chunk, results, logs, _rank_device(chosen), stop, threads)
             return 0 if good else 1
+        # said explicitly: OMP_NUM_THREADS may be that of a rule of Snakemake, and times on a CPU would depend on who started the run
+        threads = threads or max(1, len(os.sched_getaffinity(0)) // len(chosen))
         supervisor = Supervisor(chunk, results, chosen, logs, beside(cells).append, threads=threads)
         supervisor.stop = stop
         supervisor.run()

@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    tell({"event": "ready", "environment": collect(), "pid": os.getpid()})
+    tell({"event": "ready", "environment": collect(device), "pid": os.getpid()})
 
     store = RecordStore(options.results)
     while (line := lines.get()) != END:

@@ -34,17 +34,27 @@ def test_a_run_ends_with_tables_and_a_second_one_does_nothing(run: Any) -> None:
     ok = run.records()["eager"][0]
     assert 0 < ok.metrics["rmse.dq"] < 1
     assert ok.environment["torch"]
-    times = {path: path.stat().st_mtime_ns for path in (run.results / "records").rglob("*.json")}
+    times = {path: path.stat().st_mtime_ns for path in (run.results / "records").rglob("*.json") if "trifast" not in path.name}
     again = run()
     assert again.returncode == 0
-    assert "6 cells are done already, 0 to do" in again.stdout
-    assert {path: path.stat().st_mtime_ns for path in (run.results / "records").rglob("*.json")} == times
+    assert "4 cells are done already, 2 to do" in again.stdout
+    assert "2 cells whose implementation was not available are looked at again" in again.stdout
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+    assert {record.attempt for record in run.records()["trifast"]} == {2}
     shown = run.call([sys.executable, "-m", "pipeline", "status", str(run.results)])
     assert "complete" in shown.stdout
     assert "trifast" in shown.stdout
     shown = run.call([sys.executable, "-m", "pipeline", "show", "accuracy", str(run.results)])
     assert shown.returncode == 0, shown.stdout
     assert "RMSE" in shown.stdout
+
+
+def test_threads_do_not_depend_on_who_starts_the_run(run: Any) -> None:
+    run.write_config("eager")
+    run.write_site(executor="local", device="cpu")
+    assert run.environment["OMP_NUM_THREADS"] == "1"
+    assert run().returncode == 0
+    assert run.records()["eager"][0].environment["threads"] == len(os.sched_getaffinity(0))
 
 
 def test_misbehaving_peers_do_not_harm_the_others_and_are_tried_again(run: Any) -> None:

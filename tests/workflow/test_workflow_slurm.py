@@ -97,8 +97,10 @@ def test_an_array_with_failing_cells(lab: Any) -> None:
     history = parse_sacct(ask(lab, "sacct", "-n", "-P", "-X", "-o", "JobID,State,Start", "-j", job))
     assert history == {f"{job}_{number}": "COMPLETED" for number in range(3)}
     lab.mended.touch()
+    site(lab, gpus_per_job=0)  # the GPUs are made up: a run that asks for some would not take over what CPUs computed
     again = lab()
     assert again.returncode == 0, again.stdout
+    assert "3 cells are done already, 9 to do" in again.stdout
     assert {record.attempt for record in lab.records()["odd.raises"]} == {2}
     assert {record.attempt for record in lab.records()["eager"]} == {1}
     assert not list((lab.results / "jobs/slurm").glob("*"))
@@ -165,6 +167,7 @@ def test_a_run_that_is_stopped_cancels_its_jobs(lab: Any, number: signal.Signals
 
 def test_a_run_that_is_killed_finds_its_jobs_again(lab: Any) -> None:
     lab.write_config("odd.waits", cases=12)
+    site(lab, gpus_per_job=0)  # the GPUs are made up: a run that asks for some would not take over what CPUs computed
     process = lab.start()
     wait_for(lambda: len(recorded(lab)) >= 1)
     process.kill()

@@ -60,8 +60,8 @@ def test_dry_run_of_what_is_shipped(run: Any, profile: str, config: str) -> None
     wanted = [name for name in EXPERIMENTS if yaml.safe_load(run.config.read_text()).get(name)]
     for name in wanted:
         assert f"--experiment {name} --keep-going --no-tables" in done.stdout
-        assert f"{name}: progress in {run.results}/jobs/logs/snakemake-{name}.log" in done.stdout
-    assert done.stdout.count(": progress in ") == len(wanted)
+        assert f"{name}: log in {run.results}/jobs/logs/snakemake-{name}.log" in done.stdout
+    assert done.stdout.count(": log in ") == len(wanted)
     assert f"pipeline tables {run.results}" in done.stdout
 
 
@@ -81,12 +81,40 @@ def test_a_real_run_with_a_failing_peer(run: Any) -> None:
     assert done.returncode == 0, done.stdout
     assert "this peer always raises" in (run.results / "tables/accuracy.md").read_text()
     assert "this peer always raises" in done.stdout, "the status at the end names what failed"
-    again = run.call(snakemake(run))
-    assert "Nothing to be done" in again.stdout, again.stdout
+    assert "1/2 cells, 0 running" in done.stdout or "2/2 cells, 0 running, 1 failed" in done.stdout, "progress is on the terminal"
+    log = (run.results / "jobs/logs/snakemake-accuracy.log").read_text()
+    assert "computing on the CPU" in log and "2/2 cells, 0 running, 1 failed" in log
     run.mended.touch()
-    again = run.call(snakemake(run, "--forcerun", "measure"))
+    again = run.call(snakemake(run))
     assert again.returncode == 0, again.stdout
     assert "this peer always raises" not in (run.results / "tables/accuracy.md").read_text()
+
+
+def test_the_same_command_computes_what_is_lost(run: Any) -> None:
+    run.write_config("eager", cases=3)
+    (run.folder / "work").mkdir()
+    assert run.call(snakemake(run)).returncode == 0
+    kept, deleted, damaged = sorted((run.results / "records/accuracy").glob("*.json"))
+    before = kept.stat().st_mtime_ns
+    deleted.unlink()
+    damaged.write_text("{")
+    again = run.call([*snakemake(run), "--", "accuracy"])
+    assert again.returncode == 0, again.stdout
+    assert "1 cells are done already, 2 to do" in again.stdout
+    assert f"{damaged}: damaged record" in again.stdout
+    assert kept.stat().st_mtime_ns == before
+    assert len(run.records()["eager"]) == 3
+
+
+def test_the_reason_of_an_error_is_on_the_terminal_and_in_the_log(run: Any) -> None:
+    run.write_config("eager")
+    (run.folder / "work").mkdir()
+    assert run.call(snakemake(run)).returncode == 0
+    run.write_config("eager", crops=[8])
+    done = run.call(snakemake(run))
+    assert done.returncode != 0
+    for text in (done.stdout, (run.results / "jobs/logs/snakemake-accuracy.log").read_text()):
+        assert "accuracy.crops: [16] there, [8] here" in text
 
 
 def test_nothing_succeeding_is_no_success(run: Any) -> None:
@@ -96,6 +124,7 @@ def test_nothing_succeeding_is_no_success(run: Any) -> None:
     assert done.returncode != 0
     assert "this peer always raises" in (run.results / "tables/accuracy.md").read_text(), "the reasons are in the tables"
     assert (run.results / "report.html").exists() and (run.results / "claims.md").exists()
+    assert "warning: no cell has succeeded" in done.stdout
     assert "warning: no cell has succeeded" in (run.results / "jobs/logs/snakemake-tables.log").read_text()
 
 
@@ -126,9 +155,7 @@ def test_stopped_and_continued(run: Any, how: str) -> None:
     wait_for(lambda: not [1 for entry in Path("/proc").glob("[0-9]*/cmdline") if str(run.results).encode() in read(entry)], 20)
     before = {path: path.stat().st_mtime_ns for path in records.glob("*.json")}
     assert len(before) < 8
-    unlocked = run.call(snakemake(run, "--unlock", program="launcher"))
-    assert unlocked.returncode == 0, unlocked.stdout
-    done = run.call(snakemake(run, "--rerun-incomplete", program="launcher"))
+    done = run.call(command)
     assert done.returncode == 0, done.stdout
     assert len(list(records.glob("*.json"))) == 8
     assert {path: path.stat().st_mtime_ns for path in before} == before

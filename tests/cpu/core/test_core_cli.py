@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from pipeline import cli
+from pipeline import cli, output, work
 from pipeline.config import ExperimentConfig
-from pipeline.folder import RunFolder
+from pipeline.folder import FolderError, RunFolder
 from pipeline.plan import plan
 from pipeline.records import Record, Status, failure
+from pipeline.todo import Chunk
 
 CONFIG = ExperimentConfig.model_validate(
     {"name": "t", "accuracy": {"implementations": ["eager", "trifast"], "crops": [16], "head_dims": [16], "cases": 1}}
@@ -52,3 +55,103 @@ def test_claims_in_the_terminal(folder: RunFolder) -> None:
     lines = done.output.splitlines()
     assert lines[0] == "Claims of the paper"
     assert len(lines) > 5 and all(line.startswith("not run") for line in lines[1:]), lines
+
+
+@pytest.fixture
+def archived(folder: RunFolder, tmp_path: Path) -> RunFolder:
+    for cell in plan(CONFIG):
+        folder.store.write(failure(cell, Status.FAILED, "why", kernel_digest="k"))
+    found = RunFolder(tmp_path / "archive")
+    found.adopt(CONFIG)
+    folder.store.write_archive(found.root)
+    return found
+
+
+@pytest.mark.parametrize("command", ["tables", "show"])
+@pytest.mark.parametrize("damage", ["truncated", "bad line", "no gzip"])
+def test_a_damaged_archive_is_named(archived: RunFolder, command: str, damage: str) -> None:
+    path = archived.store.archive
+    if damage == "truncated":
+        path.write_bytes(path.read_bytes()[:-20])
+    elif damage == "bad line":
+        path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()) + b"{\n"))
+    else:
+        path.write_bytes(b"version https://git-lfs\n")
+    done = CliRunner().invoke(cli.app, [command, *(["accuracy"] if command == "show" else []), str(archived.root)])
+    assert done.exit_code == 2
+    assert f"error: {path}: damaged record: " in done.output and "git checkout" in done.output
+    assert ("line 3: not a whole JSON line" in done.output) == (damage == "bad line")
+
+
+def test_a_damaged_record_is_named_and_not_archived(folder: RunFolder, tmp_path: Path) -> None:
+    path = folder.store.path(plan(CONFIG)[0])
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    done = CliRunner().invoke(cli.app, ["archive", str(folder.root), str(tmp_path / "copy")])
+    assert done.exit_code == 2
+    assert f"error: {path}: damaged record" in done.output and "computes the cell again" in done.output
+    done = CliRunner().invoke(cli.app, ["show", "accuracy", str(folder.root)])
+    assert done.exit_code == 0
+    assert f"{path}: damaged record" in done.output and "left out of the tables" in done.output
+
+
+def test_errors_of_the_system_have_no_traceback(folder: RunFolder) -> None:
+    folder.store.archive.mkdir()
+    done = CliRunner().invoke(cli.app, ["tables", str(folder.root)])
+    assert done.exit_code == 2
+    assert f"error: {folder.store.archive}: Is a directory; " in done.output
+
+
+@pytest.mark.parametrize("when", ["open", "write"])
+def test_a_folder_that_cannot_be_written(folder: RunFolder, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    if when == "write":
+        real = Path.open
+        monkeypatch.setattr(Path, "open", lambda path, *_, **__: real(Path("/dev/full"), "r+b", buffering=0))
+    else:
+        folder.jobs.write_text("in the way")
+    with pytest.raises(FolderError, match=r"cannot write .*/jobs/\.accuracy\.lock: .*; make room"), folder.lock(["accuracy"]):
+        pass
+
+
+def test_what_is_printed_is_also_in_the_log(folder: RunFolder, tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "tables.log"
+    done = CliRunner().invoke(cli.app, ["tables", str(folder.root), "--log", str(log)])
+    assert done.exit_code == 2
+    assert "warning: no cell has succeeded" in log.read_text() and "tables: " in log.read_text()
+    assert sorted(log.read_text().splitlines()) == sorted(done.output.splitlines())
+    done = CliRunner().invoke(cli.app, ["tables", str(tmp_path / "none"), "--log", str(log)])
+    assert done.exit_code == 2
+    assert log.read_text() == done.output and "holds no run" in done.output
+    with pytest.raises(ZeroDivisionError), output.also_to(log):
+        assert not sys.stdout.isatty()
+        print(1 / 0)
+    assert "ZeroDivisionError" in log.read_text()
+
+
+def test_a_log_on_a_full_disk_leaves_the_terminal_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with output.also_to(Path("/dev/full")):
+        print("still here")
+    assert capsys.readouterr().out == "still here\n"
+
+
+@pytest.mark.parametrize(("threads", "devices", "expected"), [(0, 1, 12), (0, 5, 2), (0, 20, 1), (3, 5, 3)])
+def test_the_cpus_are_shared_among_the_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, devices: int, expected: int
+) -> None:
+    seen: list[int] = []
+
+    class Fake:
+        def __init__(self, *_: object, threads: int) -> None:
+            seen.append(threads)
+
+        def run(self) -> None:
+            pass
+
+    path = Chunk(kernel_digest="k", timeout_s={}, items=[]).write(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(work.os, "sched_getaffinity", lambda _: set(range(12)))
+    monkeypatch.setattr(work.devices, "choose", lambda _: [("cpu", {})] * devices)
+    monkeypatch.setattr(work, "Supervisor", Fake)
+    monkeypatch.setattr(work.signal, "signal", lambda *_: None)
+    assert work.work(path, tmp_path, device="auto", threads=threads) == 0
+    assert seen == [expected]

@@ -45,6 +45,18 @@ def site_problem(tmp_path: Path, text: str) -> str:
         ("name: t\naccuracy: {implementations: [eager], crops: []}", ["accuracy.crops: []", "at least 1"]),
         ("name: t\naccuracy: {implementations: [eager], crops: many}", ['accuracy.crops: "many":', "valid list"]),
         ("name: t\naccuracy: {implementations: [eager, eager]}", ["accuracy.implementations: eager given twice"]),
+        ("name: t\naccuracy: {implementations: [eager], cases: true}", ["accuracy.cases: true:", "valid integer"]),
+        ("name: t\naccuracy: {implementations: [eager], cases: '3'}", ['accuracy.cases: "3":', "valid integer"]),
+        ("name: t\naccuracy: {implementations: [eager], cases: 1.0}", ["accuracy.cases: 1.0:", "valid integer"]),
+        ("name: t\naccuracy: {implementations: [eager], crops: ['16']}", ['accuracy.crops.0: "16":', "valid integer"]),
+        ("name: t\naccuracy: {implementations: [eager], cell_timeout_s: '9'}", ['accuracy.cell_timeout_s: "9":', "valid number"]),
+        ("name: t\nstep_time: {backends: [lma], nodes: true}", ["step_time.nodes: true:", "valid integer"]),
+        (
+            "name: t\naccuracy: {implementations: [eager], slices: m}",
+            ["some.yaml: accuracy.slices: 'm' is not accepted; give a number of at least 1, or n"],
+        ),
+        ("name: t\naccuracy: {implementations: [eager], slices: 0}", ["some.yaml: accuracy.slices: 0 is not accepted"]),
+        ("name: t\naccuracy: {implementations: [eager], slices: true}", ["some.yaml: accuracy.slices: True is not accepted"]),
         (
             "name: t\naccuracy: {implementations: [eager], families: [peeked]}",
             ["accuracy.families.0: \"peeked\" is not accepted (did you mean 'peaked'?)", "accepted: normal, peaked"],
@@ -88,6 +100,14 @@ def test_missing_file_lists_what_is_there(tmp_path: Path) -> None:
         configuration.load(tmp_path / "nothing.yaml")
 
 
+def test_whole_numbers_are_good_where_fractions_are(tmp_path: Path) -> None:
+    path = tmp_path / "some.yaml"
+    path.write_text(GOOD)
+    config = configuration.load(path, ["accuracy.cell_timeout_s=9", "accuracy.slices=3"])
+    assert config.accuracy is not None
+    assert (config.accuracy.cell_timeout_s, config.accuracy.slices) == (9.0, 3)
+
+
 def test_settings_replace_values_and_are_checked(tmp_path: Path) -> None:
     path = tmp_path / "some.yaml"
     path.write_text(GOOD)
@@ -111,6 +131,8 @@ def test_settings_replace_values_and_are_checked(tmp_path: Path) -> None:
         ("executor: slurm\ncontainer: {runtime: apptainer}", ["container.image"]),
         ("executor: slurm\ncontainer: {runtime: aptainer, image: x}", ["container.runtime", "did you mean 'apptainer'?"]),
         ("executor: slurm\ncontainer: {runtime: apptainer, image: x, binds: [data]}", ["'data' is not an absolute path"]),
+        ("executor: local\nthreads: '2'", ['threads: "2":', "valid integer"]),
+        ("executor: slurm\nmem_gb: true", ["mem_gb: true:", "valid number"]),
         ("executor: local\ndevice: gpu", ['device: "gpu" is not accepted', "accepted: auto, cpu, cuda"]),
     ],
 )

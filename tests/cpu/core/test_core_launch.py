@@ -9,10 +9,11 @@ import pytest
 from pipeline import devices, launch
 from pipeline.config import ExperimentConfig
 from pipeline.folder import FolderError, RunFolder
+from pipeline.loading import ConfigError
 from pipeline.plan import plan
 from pipeline.progress import Progress, duration
 from pipeline.records import Record, Status, failure
-from pipeline.site import LocalSite
+from pipeline.site import Container, LocalSite, SlurmSite
 from pipeline.supervise import Worker
 from pipeline.todo import EventFile, Item
 
@@ -62,12 +63,60 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_finished_run_computes_nothing_again(run: Any) -> None:
-    both = {"eager": Status.OK, "sdpa": Status.NOT_INSTALLED}
+    both = {"eager": Status.OK, "sdpa": Status.OK}
     summary, items, _ = run(config(), both)
-    assert (len(items), summary.exit_status, summary.succeeded) == (4, 0, 2)
+    assert (len(items), summary.exit_status, summary.succeeded) == (4, 0, 4)
     summary, items, said = run(config(), both)
     assert (len(items), summary.exit_status, summary.computed) == (0, 0, 0)
     assert "4 cells are done already" in said[0]
+
+
+@pytest.mark.parametrize("absent", [Status.NOT_INSTALLED, Status.UNSUPPORTED])
+def test_what_was_not_available_is_looked_at_again(run: Any, absent: Status) -> None:
+    both = {"eager": Status.OK, "sdpa": absent}
+    run(config(), both)
+    summary, items, said = run(config(), both)
+    assert {(item.cell.implementation, item.attempt) for item in items} == {("sdpa", 2)}
+    assert "2 cells whose implementation was not available are looked at again" in said
+    assert (summary.exit_status, summary.failed, summary.missing) == (0, [], [])
+    summary, items, _ = run(config(), {"eager": Status.OK})  # interrupted before it got there: the old answer stands
+    assert (len(items), summary.exit_status, summary.missing) == (2, 0, [])
+    summary, items, _ = run(config(), {"eager": Status.OK, "sdpa": Status.OK})  # installed
+    assert (len(items), summary.succeeded) == (2, 4)
+    assert not run(config(), both)[1]
+
+
+def test_a_run_on_gpus_moves_records_of_a_cpu_aside(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = {"eager": Status.OK, "sdpa": Status.OK}
+    monkeypatch.setattr(devices, "gpus", list)
+    run(config(), both)
+    store = RunFolder(tmp_path / "run").store
+    for record in store.read_all().records[:3]:
+        store.write(record.model_copy(update={"environment": {"device": "cpu"}}))
+    assert not run(config(), both)[1]
+    monkeypatch.setattr(devices, "gpus", lambda: ["0"])
+    summary, items, said = run(config(), both)
+    assert (len(items), summary.exit_status) == (3, 0)
+    assert any("3 records were made on a CPU" in line for line in said)
+    assert len(list((tmp_path / "run/records/stale/accuracy").iterdir())) == 3
+    assert not run(config(), both)[1]
+
+
+def test_which_sites_compute_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "gpus", lambda: ["0"])
+    assert launch.computes_on_gpus(LocalSite())
+    assert not launch.computes_on_gpus(LocalSite(device="cpu"))
+    assert not launch.computes_on_gpus(LocalSite(container=Container(runtime="podman", image="x", gpus=False)))
+    assert launch.computes_on_gpus(SlurmSite())
+    assert not launch.computes_on_gpus(SlurmSite(gpus_per_job=0))
+    monkeypatch.setattr(devices, "gpus", list)
+    assert not launch.computes_on_gpus(LocalSite())
+
+
+def test_an_experiment_without_a_section_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'t' has no section kernel_time; it has accuracy"):
+        launch.run(config(), LocalSite(), tmp_path / "run", experiments=["kernel_time"])
+    assert not (tmp_path / "run").exists()
 
 
 def test_failures_are_named_counted_and_tried_again(run: Any) -> None:

@@ -95,10 +95,23 @@ def test_what_is_left_to_do(tmp_path: Path) -> None:
         store.write(good(cell, status=status, reason="why", attempt=3))
     left = pending(cells, store, "k1")
     redone = {item.cell.seed: item.attempt for item in left.items}
-    final = {number for number, status in enumerate(Status) if status in (Status.OK, Status.UNSUPPORTED, Status.NOT_INSTALLED)}
-    assert {record.cell.seed for record in left.finished} == final
-    assert redone == {number: 4 for number in range(10) if number not in final} | {10: 1}
+    done = list(Status).index(Status.OK)
+    assert [record.cell.seed for record in left.finished] == [done]
+    assert {record.status for record in left.absent} == {Status.UNSUPPORTED, Status.NOT_INSTALLED}
+    assert {record.status for record in left.retried} == set(Status) - {Status.OK, Status.UNSUPPORTED, Status.NOT_INSTALLED}
+    assert redone == {number: 4 for number in range(10) if number != done} | {10: 1}
     assert {item.cell.seed: item.attempt for item in pending(cells, store, "k2").items} == dict.fromkeys(range(11), 1)
+
+
+def test_records_of_a_cpu_do_not_count_on_gpus(tmp_path: Path) -> None:
+    store = RecordStore(tmp_path)
+    store.write(good(environment={"device": "cpu"}))
+    store.write(good(OTHER, environment={"device": "cuda"}))
+    assert not pending([CELL, OTHER], store, "k1").items
+    left = pending([CELL, OTHER], store, "k1", on_gpus=True)
+    assert left.items == [Item(cell=CELL)]
+    assert [record.cell for record in left.of_cpu] == [CELL]
+    assert [record.cell for record in left.finished] == [OTHER]
 
 
 def test_a_restarted_job_skips_what_this_attempt_recorded(tmp_path: Path) -> None:
@@ -108,6 +121,11 @@ def test_a_restarted_job_skips_what_this_attempt_recorded(tmp_path: Path) -> Non
     assert attempted(Item(cell=CELL, attempt=1), store, "k1") is not None
     assert attempted(Item(cell=CELL, attempt=2), store, "k1") is None
     assert attempted(Item(cell=CELL, attempt=1), store, "k2") is None
+    store.write(failure(CELL, Status.NOT_INSTALLED, "why", kernel_digest="k1", attempt=1))
+    assert attempted(Item(cell=CELL, attempt=1), store, "k1") is not None
+    assert attempted(Item(cell=CELL, attempt=2), store, "k1") is None
+    store.write(good(attempt=1))
+    assert attempted(Item(cell=CELL, attempt=2), store, "k1") is not None
 
 
 def test_stale_records_are_kept_aside_under_free_names(tmp_path: Path) -> None:

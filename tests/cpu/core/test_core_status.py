@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipeline import doctor, slurm_state
+from pipeline import doctor, slurm_state, status
 from pipeline.config import ExperimentConfig
 from pipeline.folder import RunFolder
 from pipeline.plan import plan
@@ -18,16 +18,17 @@ CONFIG = ExperimentConfig.model_validate(
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     found = RunFolder(tmp_path)
     found.adopt(CONFIG)
+    monkeypatch.setattr(status, "kernel_digest", lambda: "k")
     for cell in plan(CONFIG):
         if cell.implementation == "eager":
             found.store.write(Record(cell=cell, cell_id=cell.id, status=Status.OK, kernel_digest="k"))
         elif cell.implementation == "sdpa":
             found.store.write(failure(cell, Status.OOM, "out of memory [8 GiB]", kernel_digest="k", attempt=2))
         elif cell.implementation == "trifast":
-            found.store.write(failure(cell, Status.NOT_INSTALLED, "pip install trifast", kernel_digest="old"))
+            found.store.write(failure(cell, Status.NOT_INSTALLED, "pip install trifast", kernel_digest="k"))
     found.store.path(plan(CONFIG)[0]).write_text("{")
     return found
 
@@ -43,8 +44,27 @@ def test_what_is_done_missing_and_failed(folder: RunFolder) -> None:
     assert "out of memory [8 GiB]" in text  # square brackets are no markup
     assert "not installed: trifast (2 cells): pip install trifast" in text
     assert "damaged record" in text
-    assert "records of 2 kernel sources" in text
-    assert "to do: 5 cells" in text
+    command = f"python -m pipeline run --config {folder.root}/config.yaml --results {folder.root}"
+    assert f"to do: 5 cells of the configuration t; `{command}` computes them" in text
+
+
+def test_records_of_other_kernel_sources_are_to_do(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "kernel_digest", lambda: "new")
+    found = read_status(folder.root)
+    assert dict(found.totals) == {"missing": 3, "outdated": 5}
+    stream = io.StringIO()
+    print_status(folder.root, Console(file=stream, width=200))
+    assert "outdated: 5 records are of other kernel sources than those here" in stream.getvalue()
+    assert "to do: 8 cells" in stream.getvalue()
+
+
+def test_only_what_is_not_available_left_is_complete(folder: RunFolder) -> None:
+    for cell in plan(CONFIG):
+        if cell.implementation != "trifast":
+            folder.store.write(Record(cell=cell, cell_id=cell.id, status=Status.OK, kernel_digest="k"))
+    stream = io.StringIO()
+    print_status(folder.root, Console(file=stream, width=200))
+    assert stream.getvalue().splitlines()[-1] == "complete"
 
 
 def test_the_status_for_other_programs(folder: RunFolder) -> None:
