@@ -18,7 +18,7 @@ HOME = "HOME"
 #: Set inside, so that the work knows that it is in a container, and which; see :mod:`pipeline.environment`.
 DIGEST = "PIPELINE_CONTAINER_DIGEST"
 #: Variables of the launcher's environment that the work inside a container needs as well.
-PASSED_ON = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONPATH", "GLOO_SOCKET_IFNAME")
+PASSED_ON = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONPATH")
 PASSED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "TURBOPAIR_", "PIPELINE_")
 #: What Slurm says of a task: enough for a rendezvous, nothing that makes a program inside believe it may submit.
 SLURM_VARIABLES = (

@@ -41,8 +41,8 @@ def _cells(experiment: Experiment, section: KernelSection | StepTime) -> Iterato
                         family=family,
                         seed=section.seed + case // len(section.families),
                         bias_dtype=section.bias_dtype,
-                        masked=family
-                        == "masked",  # an openfold case has the mask of its batch anyway; masked=True would keep padded ones only
+                        # an openfold case has the mask of its batch anyway; True would choose among padded batches only
+                        masked=family == "masked",
                         options=_options(section),
                     )
 

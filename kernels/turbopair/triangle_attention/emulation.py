@@ -115,22 +115,25 @@ def _softmax_v(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | Non
         if excluded is not None:
             scores.masked_fill_(excluded[:, None, None, tile], -torch.inf)
         first = start == 0
-        plain_sum = (scores - reference).exp().sum(-1, keepdim=True)
-        inside = (plain_sum < LARGEST_SUM) & (plain_sum > (SMALLEST_SUM if first else -1.0))
-        if first and split_p:
-            inside = torch.zeros_like(inside)
-        top = scores.amax(-1, keepdim=True)
-        # A row without an allowed key so far keeps a reference far below every score.
-        top = top.clamp_min(FLOOR) if first else torch.maximum(reference, top)
-        new_reference = torch.where(inside, reference, top)
-        rescale = (reference - new_reference).exp() if not first else torch.ones_like(reference)
-        p = scores.sub_(new_reference).exp_()
-        total = total * rescale + p.sum(-1, keepdim=True)
+        p = (scores - reference).exp()
+        tile_sum = p.sum(-1, keepdim=True)
+        inside = (tile_sum < LARGEST_SUM) & (tile_sum > (SMALLEST_SUM if first else -1.0))
+        if (first and split_p) or not inside.all():
+            top = scores.amax(-1, keepdim=True)
+            # A row without an allowed key so far keeps a reference far below every score.
+            top = top.clamp_min(FLOOR) if first else torch.maximum(reference, top)
+            raised = top if first and split_p else torch.where(inside, reference, top)
+            if not first:
+                rescale = (reference - raised).exp()
+                total, weight, accumulator = total * rescale, weight * rescale, accumulator * rescale
+            reference = raised
+            p = scores.sub_(reference).exp_()
+            tile_sum = p.sum(-1, keepdim=True)
+        total = total + tile_sum
         high = _round(p)
         rounded = high + _round(p - high) if split_p else high
-        weight = weight * rescale + rounded.sum(-1, keepdim=True)
-        accumulator = accumulator * rescale + rounded @ v[..., tile, :]
-        reference = new_reference
+        weight = weight + rounded.sum(-1, keepdim=True)
+        accumulator = accumulator + rounded @ v[..., tile, :]
     if dead is not None:
         accumulator[dead] = v[dead].mean(-2, keepdim=True).expand_as(accumulator[dead])
         total[dead], weight[dead], reference[dead] = 1.0, 1.0, math.log(keys)
