@@ -8,18 +8,18 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help run test kernels lint gpu-test site slurm-packages clean
+.PHONY: help run test kernels container lint gpu-test site test-packages clean
 
 CONFIG ?= config/smoke.yaml
 SITE ?= build/site.yaml
 RESULTS ?= results/$(basename $(notdir $(CONFIG)))
 TESTS ?= tests
+IMAGE ?= containers/image.yaml
 PYTHON ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/installed
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input
 INTERPRETERS := $(if $(PYTHON),$(PYTHON),python3 python3.12 python3.11 python3.13 python3.14)
 
 help:
@@ -39,10 +39,11 @@ $(BIN)/python:
 	echo "environment: $(VENV), from $$("$$found" --version) ($$found)"; \
 	"$$found" -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
-$(READY): requirements.lock requirements-openfold3.lock | $(BIN)/python
-	@echo "installing requirements.lock (minutes at the first time)"
-	@$(PIP) -r requirements.lock
-	@$(PIP) --no-deps -r requirements-openfold3.lock
+LOCKS := requirements.lock requirements-openfold3.lock
+
+$(READY): $(LOCKS) requirements-cuda.lock | $(BIN)/python
+	@echo "installing $(LOCKS) (minutes at the first time)"
+	@$(BIN)/python containers/locked.py $(LOCKS)
 	@# the checkout's own package, without a build: import turbopair works in this environment
 	@echo '$(CURDIR)/kernels' > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/turbopair.pth"
 	@touch $@
@@ -71,25 +72,33 @@ run: $(READY) kernels $(if $(filter build/site.yaml,$(SITE)),site)
 	    'report:  $(RESULTS)/report.html (open it in a browser)' \
 	    'here:    $(BIN)/python -m pipeline show accuracy $(RESULTS)'
 
+# The image: SIF file or OCI archive in build/container, see containers/README.md. Nothing is built when nothing changed.
+container: $(READY)
+	@$(BIN)/python -m pipeline container build --config '$(IMAGE)'
+
 lint: $(READY)
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet . || { $(BIN)/ruff format --check . ; exit 1; }
 	@$(BIN)/mypy
 
 # One file of tests stays in one process: the Slurm tests share a cluster.
-test: $(READY) slurm-packages lint
+test: $(READY) test-packages lint
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
 
-# The tests against a real Slurm start one of their own; without its packages, or without root, they are skipped and say so.
-slurm-packages:
-	@packages=$$(cat tests/workflow/slurm/apt.txt); \
-	if dpkg-query -W -f '$${db:Status-Status}\n' $$packages 2>/dev/null | grep -c '^installed$$' | grep -qx "$$(wc -w <<< "$$packages")"; then exit 0; fi; \
-	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
-	    echo "installing for the Slurm tests:" $$packages; \
-	    apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends $$packages > /dev/null; \
-	else \
-	    echo "the Slurm tests need root and the Debian packages" $$packages "- where the programs are missing the tests are skipped"; \
-	fi
+# The tests against a real Slurm start one of their own, those of the container build an image of their own; without their packages, or
+# without root, they are skipped and say so. Debian 12 has no apptainer: a script makes a package of it from Debian's unstable suite.
+TEST_PACKAGES = $(sort $(shell cat tests/workflow/slurm/apt.txt tests/workflow/container/apt.txt))
+
+test-packages:
+	@if [ "$$(dpkg-query -W -f '$${db:Status-Status}\n' $(TEST_PACKAGES) 2>/dev/null | grep -c '^installed$$')" = "$(words $(TEST_PACKAGES))" ] && \
+	    command -v apptainer > /dev/null; then exit 0; fi; \
+	if [ "$$(id -u)" != 0 ] || ! command -v apt-get > /dev/null; then \
+	    echo "the tests of Slurm and of the container need root and the Debian packages $(TEST_PACKAGES) - where programs are missing they are skipped"; \
+	    exit 0; \
+	fi; \
+	echo "installing for the tests of Slurm and of the container: $(TEST_PACKAGES)"; \
+	apt-get -qq update; DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends $(TEST_PACKAGES) > /dev/null; \
+	bash tests/workflow/container/apptainer.sh || echo "apptainer could not be had; the tests that need it are skipped"
 
 # On a Hopper GPU: every numerical test of the kernels; a whole passing run writes results/validation/<gpu>.json.
 gpu-test: $(READY) kernels

@@ -29,10 +29,10 @@ SHOWN = [f"{RESULTS}/claims.md", f"{RESULTS}/report.html"]
 THREADS = workflow.cores if sites.load(SITE).executor == "local" else 1
 
 wildcard_constraints:
-    experiment="accuracy|determinism|ablation|kernel_time|step_time",
+    experiment="accuracy|determinism|ablation|kernel_time|step_time|stability",
 
 onsuccess:
-    shell("{PYTHON} -m pipeline status {RESULTS}")
+    shell("[ ! -e {RESULTS}/config.yaml ] || {PYTHON} -m pipeline status {RESULTS}")  # the image alone is no run
 
 rule all:
     input: SHOWN
@@ -51,6 +51,9 @@ rule kernel_time:
 
 rule step_time:
     input: f"{RESULTS}/jobs/step_time.done"
+
+rule stability:
+    input: f"{RESULTS}/jobs/stability.done"
 
 rule tables:
     input: f"{RESULTS}/claims.md"

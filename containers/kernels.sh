@@ -8,7 +8,8 @@ case $1 in
 esac
 if [ -f /mnt/pip.conf ]; then export PIP_CONFIG_FILE=/mnt/pip.conf; fi
 python3 -m venv /opt/build-tools
-/opt/build-tools/bin/pip install -qq --disable-pip-version-check --no-cache-dir -c /build/requirements.lock cmake ninja
+grep -E '^(cmake|ninja)==' /build/requirements.lock > /build/build-tools.lock
+/opt/build-tools/bin/pip install -qq --disable-pip-version-check --no-cache-dir --require-hashes --no-deps -r /build/build-tools.lock
 PATH=/opt/build-tools/bin:$PATH
 cmake -S /build/kernels -B /build/out -G Ninja -DTURBOPAIR_REQUIRE_CUDA="$require" -DPython3_EXECUTABLE=/usr/bin/python3
 cmake --build /build/out

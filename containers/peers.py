@@ -1,9 +1,9 @@
 """Installs the peers into the environment of the image, each by itself. Standard library only; runs inside the image's build.
 
-    /opt/venv/bin/python peers.py all|none|NAME,NAME REPORT
+    /opt/venv/bin/python peers.py all|none|NAME,NAME TARGET REPORTS
 
-Writes what became of each peer into the file REPORT. A peer that fails leaves the environment as it was for the others: pip resolves
-before it installs, and the versions of the lock are constraints.
+Writes what became of each peer into the file TARGET, and pip's accounts into the folder REPORTS. A peer that fails leaves the environment
+as it was for the others: its files are fetched and checked against the hashes of its lock before any is installed.
 """
 
 from __future__ import annotations
@@ -33,8 +33,15 @@ def chosen(names: str, known: list[str]) -> list[str]:
     return wanted
 
 
-def install(peer: dict[str, Any], report: Path) -> str | None:
-    """Install one peer; None, or why it could not be. pip's account of it goes into ``report``."""
+def steps(peer: dict[str, Any]) -> list[list[str]]:
+    """The lines of the peer's lock in the parts that are installed one after the other: what is compiled comes last, by itself."""
+    lines = [line for line in (HERE / peer["lock"]).read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+    last = [line for line in lines if line.partition("==")[0] == peer.get("compiled")]
+    return [part for part in ([line for line in lines if line not in last], last) if part]
+
+
+def install(name: str, peer: dict[str, Any], reports: Path) -> str | None:
+    """Install one peer; None, or why it could not be. pip's accounts of it go into the folder ``reports``."""
     if "absent" in peer:
         return str(peer["absent"])
     path = f"{os.environ['PATH']}{os.pathsep}{NVCC_PLACES}"
@@ -42,31 +49,32 @@ def install(peer: dict[str, Any], report: Path) -> str | None:
         if shutil.which(program, path=path) is None:
             return f"needs {program}, which the build base has not got"
     environment = {**os.environ, "PATH": path, **peer.get("environment", {})}
-    for arguments in (peer.get("before"), peer["install"]):
-        if arguments is None:
-            continue
-        if peer.get("cutlass"):
+    for number, lines in enumerate(steps(peer)):
+        listed = reports / f"{name}-{number}.lock"
+        listed.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        command = [sys.executable, "-m", "pip", "install", "-q", "--require-hashes", "--no-deps", "-r", str(listed)]
+        command += ["--report", str(listed.with_suffix(".json"))]
+        if number:
             environment["CUTLASS_PATH"] = str(Path(sysconfig.get_path("purelib")) / "cutlass_library" / "source")
-        command = [sys.executable, "-m", "pip", "install", "-q", "-c", "requirements.lock", *arguments]
-        command += ["--report", str(report)] if arguments is peer["install"] else []
-        done = subprocess.run(command, cwd=HERE, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+            command += ["--no-build-isolation", "--no-binary", str(peer["compiled"])]
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
         if done.returncode:
             print(done.stdout, flush=True)
-            lines = [line for line in done.stdout.splitlines() if line.startswith("ERROR")] or done.stdout.splitlines() or ["no output"]
-            return f"pip install {' '.join(arguments)} failed: {lines[-1]}"
+            out = [line for line in done.stdout.splitlines() if line.startswith("ERROR")] or done.stdout.splitlines() or ["no output"]
+            return f"pip install -r {peer['lock']} failed: {out[-1]}"
     return None
 
 
 def main() -> None:
     """Entry point."""
-    names, report = sys.argv[1:]
-    peers = tomllib.loads((HERE / "peers.toml").read_text(encoding="utf-8"))
+    names, target, folder = sys.argv[1:]
+    peers = tomllib.loads((HERE / "peers" / "peers.toml").read_text(encoding="utf-8"))
     wanted = chosen(names, list(peers))
     found: dict[str, str | None] = {}
     for name, peer in peers.items():
-        found[name] = install(peer, HERE / "reports" / f"{name}.json") if name in wanted else f"left out of this build (PEERS={names})"
+        found[name] = install(name, peer, Path(folder)) if name in wanted else f"left out of this build (PEERS={names})"
         print(f"peer {name}: {found[name] or 'installed'}", flush=True)
-    Path(report).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    Path(target).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

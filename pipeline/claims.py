@@ -16,10 +16,11 @@ import pandas as pd
 from pipeline import summary
 from pipeline.provenance import NO_DEVICE
 from pipeline.quality_tables import equal_cases, removed_shares
-from pipeline.summary import CASE, SYMBOL, label, on_gpu
+from pipeline.step_tables import speedup, step_seconds
+from pipeline.summary import CASE, label, on_gpu
 from pipeline.table_model import ABSENT, TIMES, Column, Row, Section, Table, Value, to_markdown
 from pipeline.table_rows import mean, metric
-from pipeline.time_tables import speedup, step_seconds
+from pipeline.tensors import SYMBOL
 
 PAPER_SIZES = [(n, d) for n in (384, 640, 768) for d in (16, 32)]
 PAPER_CASES = 600
@@ -83,7 +84,8 @@ def evaluate(data: pd.DataFrame) -> list[Claim]:
 
 
 def _experiment(data: pd.DataFrame, name: str) -> pd.DataFrame:
-    return data[data["experiment"] == name] if len(data) else data
+    """Its rows; the claims are about attention, or the whole step."""
+    return summary.of(data, name)
 
 
 def _why_not(part: pd.DataFrame, what: str) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, ParamSpec
 import typer
 
 from pipeline import REPOSITORY
-from pipeline.cells import EXPERIMENTS
+from pipeline.cells import EXPERIMENTS, TABLES
 from pipeline.container_cli import app as container_app
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 app.add_typer(container_app, name="container")
 ExperimentName = StrEnum("ExperimentName", {name: name for name in EXPERIMENTS})  # type: ignore[misc]
-TableName = StrEnum("TableName", {name: name for name in (*EXPERIMENTS, "claims")})  # type: ignore[misc]
+TableName = StrEnum("TableName", {name: name for name in (*TABLES, "claims")})  # type: ignore[misc]
 P = ParamSpec("P")
 
 ConfigOption = Annotated[Path, typer.Option("--config", help="What to run (YAML, see config/).")]

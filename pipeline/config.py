@@ -26,7 +26,7 @@ from pydantic import (
     model_validator,
 )
 
-from pipeline.cells import EXPERIMENTS, Dtype, Experiment, Family
+from pipeline.cells import EXPERIMENTS, MEASURED, OPERATORS, Direction, Dtype, Experiment, Family, Operator
 from pipeline.loading import ConfigError, nearest, override, read_mapping, validate
 
 Precision = Literal["plain", "paper", "split_p", "exact"]
@@ -74,29 +74,21 @@ def _number_or_n(value: Any, inner: ValidatorFunctionWrapHandler) -> Any:
         raise ValueError(f"{value!r} is not accepted; give a number of at least 1, or n") from None
 
 
-class KernelSection(Section):
-    """What the experiments on one call of the operator have in common."""
+class CaseSection(Section):
+    """What the experiments on one call of an operator have in common."""
 
     crops: list[Positive] = Field(default=[384, 640, 768], min_length=1)
     """Sequence lengths N."""
-    head_dims: list[Positive] = Field(default=[16, 32], min_length=1)
-    """Head dimensions D."""
-    heads: StrictInt = Field(default=4, ge=1)
-    """Number of heads H."""
-    slices: Annotated[Positive | Literal["n"], WrapValidator(_number_or_n)] = "n"
-    """Number of slices I that share the bias: a number, or `n` for as many as the crop (the real operator)."""
     families: list[Family] = Field(default=["normal"], min_length=1)
     """How inputs are made; the cases of a size are dealt to the families in turn."""
     cases: StrictInt = Field(default=1, ge=1)
-    """Number of input cases of each (crop, head dimension); case k has family k mod F and seed `seed` + k div F."""
+    """Number of input cases of each size; case k has family k mod F and seed `seed` + k div F."""
     seed: StrictInt = Field(default=0, ge=0)
     """The first seed."""
-    bias_dtype: Dtype = "bf16"
-    """Dtype of the pair bias."""
     cell_timeout_s: StrictFloat = Field(default=900, gt=0)
-    """A cell that takes longer is stopped and recorded as timed out."""
+    """A cell that takes longer is stopped and recorded as timed out (the largest of an experiment's sections counts for all of them)."""
 
-    @field_validator("crops", "head_dims", "families")
+    @field_validator("crops", "families")
     @classmethod
     def _different(cls, value: list[Any]) -> list[Any]:
         return no_duplicates(value)
@@ -116,7 +108,25 @@ class KernelSection(Section):
         raise NotImplementedError
 
 
-class PeerSection(KernelSection):
+class KernelSection(CaseSection):
+    """What the experiments on triangle attention have in common."""
+
+    head_dims: list[Positive] = Field(default=[16, 32], min_length=1)
+    """Head dimensions D."""
+    heads: StrictInt = Field(default=4, ge=1)
+    """Number of heads H."""
+    slices: Annotated[Positive | Literal["n"], WrapValidator(_number_or_n)] = "n"
+    """Number of slices I that share the bias: a number, or `n` for as many as the crop (the real operator)."""
+    bias_dtype: Dtype = "bf16"
+    """Dtype of the pair bias."""
+
+    @field_validator("head_dims")
+    @classmethod
+    def _different_dims(cls, value: list[Any]) -> list[Any]:
+        return no_duplicates(value)
+
+
+class Compared(CaseSection):
     """An experiment that compares implementations."""
 
     implementations: list[str] = Field(min_length=1)
@@ -133,15 +143,19 @@ class PeerSection(KernelSection):
         return self.implementations
 
 
-class Accuracy(PeerSection):
-    """Error of the output and of every gradient against an FP64 reference."""
-
-
-class Determinism(PeerSection):
-    """Bitwise equality of repeated calls."""
+class Calls(Section):
+    """Settings of the comparison of repeated calls."""
 
     calls: StrictInt = Field(default=5, ge=2)
     """Number of calls that are compared."""
+
+
+class Accuracy(KernelSection, Compared):
+    """Error of the output and of every gradient against an FP64 reference."""
+
+
+class Determinism(KernelSection, Compared, Calls):
+    """Bitwise equality of repeated calls."""
 
 
 class Timing(Section):
@@ -172,8 +186,87 @@ class Ablation(KernelSection, Timing):
         return [f"turbopair.{precision}" for precision in self.precisions]
 
 
-class KernelTime(PeerSection, Timing):
+class KernelTime(KernelSection, Compared, Timing):
     """Time and peak memory of one call, forward and backward."""
+
+
+PairFamily = Literal["normal", "masked"]
+
+
+class PairSection(Compared):
+    """What the experiments on an operator of the pair representation [N, N, C] have in common."""
+
+    crops: list[Positive] = Field(default=[384, 640, 768, 1024], min_length=1)
+    """Sequence lengths N."""
+    families: list[PairFamily] = Field(default=["normal"], min_length=1)  # type: ignore[assignment]
+    """How inputs are made (the others are families of attention); the cases of a size are dealt to the families in turn."""
+    channels: Positive = 128
+    """Channels C of the pair representation."""
+
+
+class MultiplicationAccuracy(PairSection):
+    """Error of the output, of dz and of every weight gradient against an FP64 reference."""
+
+    directions: list[Direction] = Field(default=["outgoing", "incoming"], min_length=1)
+    """Directions of the product."""
+    weight_dtypes: list[Dtype] = Field(default=["fp32"], min_length=1)
+    """Dtypes of the weights: `fp32` masters, as in training with autocast, or `bf16`."""
+
+    @field_validator("directions", "weight_dtypes")
+    @classmethod
+    def _different_variants(cls, value: list[Any]) -> list[Any]:
+        return no_duplicates(value)
+
+
+class MultiplicationDeterminism(MultiplicationAccuracy, Calls):
+    """Bitwise equality of repeated calls."""
+
+
+class MultiplicationTime(MultiplicationAccuracy, Timing):
+    """Time and peak memory of one call, forward and backward."""
+
+
+class Multiplication(Section):
+    """Experiments on triangle multiplication: LayerNorm, gated projections, product over the third index, LayerNorm, projection, gate."""
+
+    accuracy: MultiplicationAccuracy | None = None
+    """Error against FP64."""
+    determinism: MultiplicationDeterminism | None = None
+    """Bitwise equality of repeated calls."""
+    kernel_time: MultiplicationTime | None = None
+    """Time and memory of one call."""
+
+
+class ModuleAccuracy(PairSection):
+    """Error of the output, of dz and of every weight gradient against an FP64 reference."""
+
+    heads: Positive = 4
+    """Number of heads H."""
+    head_dim: Positive = 32
+    """Head dimension D."""
+
+
+class ModuleDeterminism(ModuleAccuracy, Calls):
+    """Bitwise equality of repeated calls."""
+
+
+class ModuleTime(ModuleAccuracy, Timing):
+    """Time and peak memory of one call, forward and backward."""
+
+
+class AttentionModule(Section):
+    """Experiments on OpenFold3's whole attention module, from z to dz and weight gradients, under bf16 autocast with fp32 weights."""
+
+    accuracy: ModuleAccuracy | None = None
+    """Error against FP64."""
+    determinism: ModuleDeterminism | None = None
+    """Bitwise equality of repeated calls."""
+    kernel_time: ModuleTime | None = None
+    """Time and memory of one call."""
+
+
+#: The key of an operator's block in a configuration; attention's sections are at the top.
+BLOCKS: dict[Operator, str] = {"triangle_multiplication": "multiplication", "attention_module": "module"}
 
 
 class StepTime(Section):
@@ -195,6 +288,8 @@ class StepTime(Section):
     """Number of recycles, fixed so that steps compare."""
     size: Literal["full", "reduced"] = "full"
     """The published model, or one of reduced depth for machines without a GPU."""
+    phase_steps: StrictInt = Field(default=3, ge=0)
+    """On a GPU: steps in which the phases are timed, which lengthens them; on a CPU the measured steps tell."""
     seed: StrictInt = Field(default=0, ge=0)
     """Seed of weights and of the step."""
     cell_timeout_s: StrictFloat = Field(default=3600, gt=0)
@@ -204,6 +299,34 @@ class StepTime(Section):
     @classmethod
     def _list_of_entries(cls, value: Any) -> Any:
         return [_one_backend(value)] if isinstance(value, str | dict) else value
+
+
+class Stability(Section):
+    """Many optimizer steps of a small OpenFold3: loss, gradient norm, distance of the gradients to fp32."""
+
+    runs: list[str] = Field(
+        default=["pytorch_fp32", "pytorch", "cuequivariance", "turbopair.plain", "turbopair.paper", "turbopair.exact"], min_length=1
+    )
+    """What computes: `pytorch_fp32`, back ends of the step (under bf16 autocast), or `turbopair.<precision>`."""
+    crops: list[Positive] = Field(default=[256], min_length=1)
+    """Number of tokens of a sample."""
+    steps: StrictInt = Field(default=200, ge=1)
+    """Number of steps of a run."""
+    every: StrictInt = Field(default=20, ge=1)
+    """The gradient is compared with the fp32 one at the first of so many steps."""
+    recycles: StrictInt = Field(default=0, ge=0)
+    """Number of recycles, fixed."""
+    size: Literal["full", "reduced"] = "reduced"
+    """One or two blocks a stack, or the published depth."""
+    seed: StrictInt = Field(default=0, ge=0)
+    """Seed of weights, windows and noise."""
+    cell_timeout_s: StrictFloat = Field(default=3600, gt=0)
+    """A cell that takes longer is stopped and recorded as timed out."""
+
+    @field_validator("runs", "crops")
+    @classmethod
+    def _different(cls, value: list[Any]) -> list[Any]:
+        return no_duplicates(value)
 
 
 class ExperimentConfig(Section):
@@ -225,6 +348,12 @@ class ExperimentConfig(Section):
     """Time and memory of one call."""
     step_time: StepTime | None = None
     """Time of an optimizer step of OpenFold3."""
+    stability: Stability | None = None
+    """Many optimizer steps of a small OpenFold3 in several arithmetics."""
+    multiplication: Multiplication | None = None
+    """The same experiments on triangle multiplication."""
+    module: AttentionModule | None = None
+    """The same experiments on the whole attention module."""
 
     @model_validator(mode="after")
     def _something_to_do(self) -> Self:
@@ -232,9 +361,20 @@ class ExperimentConfig(Section):
             raise ValueError(f"no experiment is configured; give at least one of the sections {', '.join(EXPERIMENTS)}")
         return self
 
+    def sections(self) -> Iterator[tuple[Experiment, Operator, Any]]:
+        """Every section that is configured, with its experiment and operator: by experiment, then by operator."""
+        for name in EXPERIMENTS:
+            for operator in OPERATORS:
+                if name not in MEASURED[operator]:
+                    continue
+                block = getattr(self, BLOCKS[operator]) if operator in BLOCKS else self
+                section = None if block is None else getattr(block, name)
+                if section is not None:
+                    yield name, operator, section
+
     def experiments(self) -> list[Experiment]:
         """The experiments that are configured, in their fixed order."""
-        return [name for name in EXPERIMENTS if getattr(self, name) is not None]
+        return list(dict.fromkeys(name for name, _, _ in self.sections()))
 
     def check_sections(self, names: Collection[str]) -> None:
         """Every named experiment has a section. Raises :class:`ConfigError`."""
@@ -245,16 +385,9 @@ class ExperimentConfig(Section):
                 f"it has {', '.join(self.experiments())}. Add the section, or name another experiment or --config"
             )
 
-    def kernel_sections(self) -> Iterator[tuple[Experiment, KernelSection]]:
-        """The sections of the experiments on one call of the operator."""
-        for name in self.experiments():
-            section = getattr(self, name)
-            if isinstance(section, KernelSection):
-                yield name, section
-
     def timeout_s(self, experiment: Experiment) -> float:
-        """How long a cell of ``experiment`` may take, in seconds."""
-        return float(getattr(self, experiment).cell_timeout_s)
+        """How long a cell of ``experiment`` may take, in seconds: the largest that one of its sections gives."""
+        return max(float(section.cell_timeout_s) for name, _, section in self.sections() if name == experiment)
 
 
 def read(path: Path, settings: Sequence[str] = ()) -> ExperimentConfig:
@@ -283,6 +416,7 @@ def load_plugins(config: ExperimentConfig) -> None:
 def check_names(config: ExperimentConfig, source: str) -> None:
     """Every implementation and back end must be known, so that a typo is not a row 'unsupported'."""
     from pipeline import implementations
+    from pipeline.experiments import stability
     from pipeline.openfold import model
 
     load_plugins(config)
@@ -291,14 +425,15 @@ def check_names(config: ExperimentConfig, source: str) -> None:
         text = f"{source}: {place}: unknown {kind}"
         return [f"{text} {name!r}{nearest(name, known)}; known: {', '.join(known)}" for name in names if name not in known]
 
-    known = list(implementations.names())
-    problems = [
-        problem
-        for experiment, section in config.kernel_sections()
-        for problem in unknown(f"{experiment}.implementations", "implementation", section.compared, known)
-    ]
+    problems = []
+    for experiment, operator, section in config.sections():
+        if isinstance(section, CaseSection):
+            place = f"{BLOCKS[operator]}.{experiment}" if operator in BLOCKS else experiment
+            problems += unknown(f"{place}.implementations", "implementation", section.compared, implementations.names(operator))
     if config.step_time:
         problems += unknown("step_time.backends", "back end", config.step_time.backends, list(model.BACKENDS))
+    if config.stability:
+        problems += unknown("stability.runs", "run", config.stability.runs, stability.names())
     if problems:
         raise ConfigError("\n".join(problems))
 

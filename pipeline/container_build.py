@@ -25,6 +25,7 @@ from pipeline.config import Section
 from pipeline.container_definition import CONTAINERFILE, DEFINITION, TRANSPORTS, parse
 from pipeline.container_image import (
     MATERIALS,
+    PACKAGES,
     RECORD,
     Built,
     ImageError,
@@ -45,7 +46,8 @@ TAG = "localhost/turbopair"
 SITE = "/mnt"
 INPUT_FOLDERS = ("containers", "kernels/csrc", "pipeline/implementations")
 INPUT_FILES = (
-    "requirements.lock", "requirements-openfold3.lock", "kernels/CMakeLists.txt", "kernels/nvcc_flags.txt", "kernels/turbopair/digest.py",
+    "requirements.lock", "requirements-cuda.lock", "requirements-openfold3.lock", "kernels/CMakeLists.txt", "kernels/nvcc_flags.txt",
+    "kernels/turbopair/digest.py",
 )  # fmt: skip
 #: Settings of pip that say where packages come from; their values may be folders and files of this machine.
 PIP_PLACES = ("index-url", "extra-index-url", "find-links")
@@ -71,7 +73,7 @@ class ImageSettings(Section):
     peers: str = "all"
     """Peers to try: `all`, `none`, or names with commas between, see `containers/peers.toml`."""
     volumes: tuple[str, ...] = ()
-    """Folders of this machine that the build needs, `/path:/inside`, such as a CUDA installation that the base has not got."""
+    """Folders of this machine that the build needs, `/path:/inside`, such as a CUDA installation; with Apptainer the base has `/inside`."""
     arguments: tuple[str, ...] = ()
     """Further arguments for the tool, such as `--isolation=chroot` for buildah where no cgroups are delegated."""
     sif_arguments: tuple[str, ...] = ()
@@ -213,7 +215,7 @@ def record(image: Path) -> str:
     archive = image.name == ARCHIVE
     found = archive_digest(image) if archive else file_digest(image)
     write_atomically(image.with_name("sbom.cdx.json"), _read(image, MATERIALS))
-    write_atomically(image.with_name("packages.json"), _read(image, MATERIALS.with_name("packages.json")))
+    write_atomically(image.with_name("packages.json"), _read(image, PACKAGES))
     write_atomically(beside(image), Built(digest=found, size=image.stat().st_size, record=parsed).model_dump_json(indent=2) + "\n")
     return f"{image}: {found}, {image.stat().st_size >> 20} MiB"
 

@@ -16,12 +16,14 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from pipeline.records import write_atomically
 from pipeline.site import Container
 
 #: Inside an image: what its self-test found, the bill of materials, and the kernel library.
 FOLDER = Path("/opt/turbopair")
 RECORD = FOLDER / "image.json"
 MATERIALS = FOLDER / "sbom.cdx.json"
+PACKAGES = FOLDER / "packages.json"
 LIBRARY = FOLDER / "kernels" / "libturbopair.so"
 BUILD = "python -m pipeline container build"
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -51,7 +53,7 @@ class ImageRecord(BaseModel):
     inputs: str
     """Digest of everything the image was built from."""
     kernel_digest: str
-    """Digest of the kernel sources."""
+    """Digest of the sources of the kernel library (Triton's kernels are compiled from the checkout that is run)."""
     library: dict[str, str] | None = None
     """Description of the kernel library: arch, nvcc, sha256, source_digest."""
     library_reason: str | None = None
@@ -59,9 +61,17 @@ class ImageRecord(BaseModel):
     torch: str
     cuda: str | None = None
     """CUDA version of PyTorch; None for a build without CUDA."""
+    triton: str | None = None
+    """Version of Triton, which compiles kernels at run time; an image for CPUs need not have it."""
     backends: dict[str, Backend]
+    """By :func:`backend_key`."""
     peers: dict[str, str | None]
     """What became of the peers during the build; None: installed."""
+
+
+def backend_key(operator: str, implementation: str) -> str:
+    """The name of an implementation of an operator in the record of an image."""
+    return f"{operator}/{implementation}"
 
 
 class Built(BaseModel):
@@ -191,19 +201,20 @@ def _json(tar: tarfile.TarFile, name: str) -> Any:
 # -- fitness -----------------------------------------------------------------------------------------------------------
 
 
-def check_before(container: Container, implementations: Iterable[str], kernel_digest: str) -> tuple[str, list[str]]:
-    """Before anything is started: the digest of the image, and what is to be said about it.
+def check_before(container: Container, backends: Iterable[str], kernel_digest: str, *, use_gpu: bool = False) -> tuple[str, list[str]]:
+    """Before anything is started: the digest of the image, and what is to be said about it and the asked ``backends``, named by
+    :func:`backend_key`.
 
-    Raises :class:`ImageError` when the image is not there or older than the kernel sources.
+    Raises :class:`ImageError` when the image is not there, older than the kernel sources, or for CPUs when a GPU is to compute.
     """
     found = digest(container)
     built = read_built(Path(container.image.removeprefix("oci-archive:")))
     if built is None:
         return found, []
-    problem = stale(built.record, kernel_digest)
+    problem = stale(built.record, kernel_digest) or (without_cuda(built.record) if use_gpu else None)
     if problem:
         raise ImageError(problem)
-    return found, [text for name in dict.fromkeys(implementations) if (text := without(built.record, name))]
+    return found, [text for name in dict.fromkeys(backends) if (text := without(built.record, name))]
 
 
 def stale(record: ImageRecord, kernel_digest: str) -> str | None:
@@ -216,9 +227,20 @@ def stale(record: ImageRecord, kernel_digest: str) -> str | None:
     )
 
 
-def without(record: ImageRecord, implementation: str) -> str | None:
-    """That and why the image lacks an implementation, or None. One that it has never heard of comes from a plugin."""
-    backend = record.backends.get(implementation)
+def without_cuda(record: ImageRecord) -> str | None:
+    """Why nothing in the image can compute on a GPU, or None."""
+    if record.cuda is not None:
+        return None
+    return (
+        f"the image is for CPUs (PyTorch {record.torch} without CUDA), and the work asks for a GPU: build one with a PyTorch for CUDA "
+        f"({BUILD}, where pip finds no build for CPUs), or compute on the CPU with gpus_per_job: 0 (Slurm) or device: cpu (this machine)"
+    )
+
+
+def without(record: ImageRecord, key: str) -> str | None:
+    """That and why the image lacks a backend, or None. One that it has never heard of comes from a plugin."""
+    backend = record.backends.get(key)
+    implementation = key.rpartition("/")[2]
     if backend is None or backend.reason is None:
         return None
     return (
@@ -258,12 +280,23 @@ def check_inside(kernel_digest: str, *, use_gpu: bool) -> None:
         return
     record = parse_record(RECORD.read_text(encoding="utf-8"), str(RECORD))
     problem = stale(record, kernel_digest)
-    if problem is None and use_gpu and record.cuda:
-        problem = driver_too_old(record.cuda, driver())
+    if problem is None and use_gpu:
+        problem = without_cuda(record) or driver_too_old(str(record.cuda), driver())
     if problem:
         raise ImageError(problem)
     if record.library is not None:
         os.environ.setdefault("TURBOPAIR_LIBRARY", str(LIBRARY))
+
+
+def keep_materials(results: Path, digest: str) -> None:
+    """Inside a container: put what the image holds beside the records, in ``image/<digest>`` of the run's folder.
+
+    That is the self-test's record, the bill of materials and the list of installed files. An image of another repository has none.
+    """
+    folder = results / "image" / digest.removeprefix("sha256:")[:12]
+    for path in (RECORD, MATERIALS, PACKAGES):
+        if path.is_file() and not (folder / path.name).exists():
+            write_atomically(folder / path.name, path.read_bytes())
 
 
 def driver() -> tuple[str, int] | None:

@@ -41,6 +41,19 @@ def _driver_count() -> int:
         pynvml.nvmlShutdown()
 
 
+def _no_gpu() -> str:
+    """Why a GPU that was asked for is not there, and what to do: in a job of Slurm other things than at a terminal."""
+    node = os.environ.get("SLURMD_NODENAME")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r})"
+    if node:
+        return (
+            f"{node} shows no GPU to this job{seen}, and the work asks for one: look at `nvidia-smi` there, use nodes with GPUs "
+            "(partition, constraint, gres in the site file), or compute on the CPU with gpus_per_job: 0"
+        )
+    return f"device: cuda was asked for and no GPU is visible{seen}; see `python -m pipeline doctor`, or use `device: auto`"
+
+
 def usable(device: str) -> bool:
     """Whether this process can still compute on ``device``: some CUDA errors leave a process that cannot."""
     if device == "cpu":
@@ -62,5 +75,5 @@ def choose(wanted: str) -> list[Device]:
     if found:
         return [("cuda:0", {"CUDA_VISIBLE_DEVICES": entry}) for entry in found]
     if wanted == "cuda":
-        raise NoDevice("device: cuda was asked for and no GPU is visible; see `python -m pipeline doctor`, or use `device: auto`")
+        raise NoDevice(_no_gpu())
     return [("cpu", {})]

@@ -1,4 +1,4 @@
-"""One figure an experiment and machine, as SVG and PNG; the same records give the same bytes."""
+"""One figure a table and machine, as SVG and PNG; the same records give the same bytes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator, PercentFormatter
 
 from pipeline import summary
+from pipeline.cells import TABLES
 from pipeline.quality_tables import STEPS, equal_cases, removed_shares
 from pipeline.records import write_atomically
-from pipeline.summary import FAMILIES, GRADIENTS, SYMBOL, label
+from pipeline.stability_tables import curve
+from pipeline.step_tables import step_seconds
+from pipeline.summary import FAMILIES, label
 from pipeline.table_rows import mean, metric
-from pipeline.time_tables import step_seconds
+from pipeline.tensors import ATTENTION, MODULE, MULTIPLICATION, SHOWN, SYMBOL, gradients
 
 # Okabe and Ito's palette: told apart with any colour vision; markers and hatches repeat the distinction.
 PALETTE = (
@@ -41,34 +44,37 @@ STYLE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Drawing:
-    """One figure: its experiment and machine, the files, and the SVG text for the report."""
+    """One figure: its table and machine, the files, and the SVG text for the report."""
 
-    experiment: str
+    table: str
     device: str
     paths: tuple[Path, Path]
     svg: str
 
 
 def draw_all(data: pd.DataFrame, folder: Path) -> list[Drawing]:
-    """Draw every experiment that has numbers, for each machine, into ``folder``."""
+    """Draw every table that has numbers, for each machine, into ``folder``."""
     drawn = []
     devices = sorted(data["device"].unique()) if len(data) else []
-    for experiment, draw in DRAW.items():
+    for table, (experiment, operator) in TABLES.items():
         for device in devices:
-            part = data[(data["device"] == device) & data["ok"]]
-            if not (part["experiment"] == experiment).any():
+            part = data[(data["device"] == device) & (data["operator"] == operator) & data["ok"]]
+            if experiment not in DRAW or not (part["experiment"] == experiment).any():
                 continue
             with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
-                figure = draw(part)
+                figure = DRAW[experiment](part)
                 if figure is None:
                     continue
-                name = experiment if len(devices) == 1 else f"{experiment}-{re.sub(r'[^A-Za-z0-9]+', '-', device).strip('-').lower()}"
-                drawn.append(_save(figure, experiment, device, folder / name))
+                name = table if len(devices) == 1 else f"{table}-{re.sub(r'[^A-Za-z0-9]+', '-', device).strip('-').lower()}"
+                title = TITLES[experiment]
+                if operator != ATTENTION:
+                    title = f"{OF_OPERATOR[operator]}: {title if title[1].isupper() else title[0].lower() + title[1:]}"
+                drawn.append(_save(figure, table, f"{title} — {device}", device, folder / name))
     return drawn
 
 
-def _save(figure: Figure, experiment: str, device: str, stem: Path) -> Drawing:
-    figure.suptitle(f"{TITLES[experiment]} — {device}", fontsize=12, fontweight="bold")
+def _save(figure: Figure, table: str, title: str, device: str, stem: Path) -> Drawing:
+    figure.suptitle(title, fontsize=12, fontweight="bold")
     svg_file, png_file = io.BytesIO(), io.BytesIO()
     figure.savefig(svg_file, format="svg", metadata={"Date": None, "Creator": None})
     figure.savefig(png_file, format="png", dpi=160, metadata={"Software": None})
@@ -76,7 +82,7 @@ def _save(figure: Figure, experiment: str, device: str, stem: Path) -> Drawing:
     paths = (stem.with_suffix(".svg"), stem.with_suffix(".png"))
     write_atomically(paths[0], svg)
     write_atomically(paths[1], png_file.getvalue())
-    return Drawing(experiment, device, paths, svg)
+    return Drawing(table, device, paths, svg)
 
 
 def _colors(names: list[str]) -> dict[str, tuple[str, str]]:
@@ -104,40 +110,47 @@ def _legend_below(figure: Figure, axes: Axes, columns: int) -> None:
 
 def _accuracy(part: pd.DataFrame) -> Figure | None:
     rows = part[part["experiment"] == "accuracy"]
+    operator = summary.operator_of(rows)
+    shown = gradients(operator)
+    # weights of another dtype have another floor: masters where there are any
+    masters = rows["weight_dtype"] == "fp32"
+    rows, of_weights = (rows[masters], ", fp32 weights") if masters.any() else (rows, "")
     names = list(dict.fromkeys(rows["implementation"]))
     families = summary.ordered(rows["family"], FAMILIES)
     style = _colors(families)
     figure = Figure(figsize=(12.8, 1.9 + 0.34 * (len(names) + 1)), layout="constrained")
-    grid = figure.subplots(1, len(GRADIENTS), sharey=True)
-    for axes, t in zip(grid, GRADIENTS, strict=True):
+    grid = figure.subplots(1, len(shown), sharey=True)
+    for axes, t in zip(grid, shown, strict=True):
+        key = summary.error_key(t)
         for k, family in enumerate(families):
             color, marker = style[family]
             of_family = rows[rows["family"] == family]
             # Families are set apart vertically, so that equal errors do not hide each other.
             shift = (k - (len(families) - 1) / 2) * 0.6 / max(1, len(families))
-            floor = mean(of_family, f"floor.{t}")
+            floor = mean(of_family, f"floor.{t}")  # of all weight gradients together there is none
             points = [(floor, len(names) + shift)] if floor > 0 else []
             for i, name in enumerate(names):
-                value = mean(of_family[of_family["implementation"] == name], f"rmse.{t}")
+                value = mean(of_family[of_family["implementation"] == name], key)
                 if value > 0:
                     points.append((value, i + shift))
             axes.scatter([x for x, _ in points], [y for _, y in points], s=26, color=color, marker=marker, label=family, linewidths=0)
         axes.set_xscale("log")
         _sparse_log_ticks(axes)
-        axes.set_title(SYMBOL[t])
-        axes.set_xlabel("RMSE against FP64")
+        axes.set_title(SYMBOL[t] + of_weights)
+        axes.set_xlabel("RMSE against FP64" if key.startswith("rmse") else "worst relative RMSE against FP64")
         axes.set_ylim(len(names) + 0.6, -0.6)
         axes.axhline(len(names) - 0.5, color="#999999", linewidth=0.8, linestyle=":")
         axes.grid(axis="y", visible=False)
-    grid[0].set_yticks(range(len(names) + 1), [*(label(n) for n in names), "bf16 rounding floor"])
+    grid[0].set_yticks(range(len(names) + 1), [*(label(n, operator) for n in names), "bf16 rounding floor"])
     _legend_below(figure, grid[0], len(families))
     return figure
 
 
 def _determinism(part: pd.DataFrame) -> Figure | None:
     rows = part[part["experiment"] == "determinism"]
+    operator = summary.operator_of(rows)
     names = list(dict.fromkeys(rows["implementation"]))
-    keys = [*GRADIENTS, "out"]
+    keys = SHOWN[operator]
     shares = []
     figure = Figure(figsize=(8.5, 1.5 + 0.36 * len(names)), layout="constrained")
     axes = figure.subplots()
@@ -152,7 +165,7 @@ def _determinism(part: pd.DataFrame) -> Figure | None:
     axes.imshow(shares, cmap=colors, vmin=0, vmax=1, aspect="auto")
     axes.set_xticks(range(len(keys) + 1), ["all gradients", *(SYMBOL[t] for t in keys)])
     axes.xaxis.tick_top()
-    axes.set_yticks(range(len(names)), [label(n) for n in names])
+    axes.set_yticks(range(len(names)), [label(n, operator) for n in names])
     # White lines between the fields, drawn as the minor grid.
     axes.set_xticks([j - 0.5 for j in range(1, len(keys) + 1)], minor=True)
     axes.set_yticks([i - 0.5 for i in range(1, len(names))], minor=True)
@@ -201,13 +214,14 @@ def _kernel_time(part: pd.DataFrame) -> Figure | None:
     rows = rows[shown]
     if rows.empty:
         return None
+    operator = summary.operator_of(rows)
+    rows = rows[~rows["masked"].astype(bool)] if not rows["masked"].all() else rows
     names = list(dict.fromkeys(rows["implementation"]))
     style = _colors(names)
-    dims = sorted(rows["head_dim"].unique())
-    figure = Figure(figsize=(12.8, 3.7 * len(dims) + 0.24 * len(names)), layout="constrained")
-    grid = figure.subplots(len(dims), 2, squeeze=False, sharey="row")
-    for line, head_dim in zip(grid, dims, strict=True):
-        at_dim = rows[rows["head_dim"] == head_dim]
+    panels = _panels(rows)
+    figure = Figure(figsize=(12.8, 3.7 * len(panels) + 0.24 * len(names)), layout="constrained")
+    grid = figure.subplots(len(panels), 2, squeeze=False, sharey="row")
+    for line, (what, at_dim) in zip(grid, panels, strict=True):
         lengths = sorted(at_dim["n"].unique())
         for axes, (key, title) in zip(line, SHOWN_TIMES.items(), strict=True):
             for name in names:
@@ -216,7 +230,7 @@ def _kernel_time(part: pd.DataFrame) -> Figure | None:
                 xy = [(n, mean(group, f"ms.{key}")) for (n,), group in points]
                 xy = [(n, ms) for n, ms in xy if not math.isnan(ms)]
                 x, y = [n for n, _ in xy], [ms for _, ms in xy]
-                axes.plot(x, y, color=color, marker=marker, markersize=5, linewidth=1.5, label=label(name))
+                axes.plot(x, y, color=color, marker=marker, markersize=5, linewidth=1.5, label=label(name, operator))
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
             axes.set_xticks(lengths, [str(n) for n in lengths])
@@ -225,10 +239,20 @@ def _kernel_time(part: pd.DataFrame) -> Figure | None:
             axes.yaxis.set_minor_locator(NullLocator())
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             axes.set_xlabel("N")
-            axes.set_title(f"{title}, D = {head_dim}")
+            axes.set_title(f"{title}, {what}")
         line[0].set_ylabel("ms")
-    _legend_below(figure, grid[0][0], min(4, len(names)))
+    # a panel may lack an implementation (one that takes no bf16 weights, say): the legend has all of them
+    handles = {text: handle for line in grid for handle, text in zip(*line[0].get_legend_handles_labels(), strict=True)}
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=min(4, len(names)))
     return figure
+
+
+def _panels(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """The rows of the figure of times, with what each shows: by head dimension, or by direction and dtype of the weights."""
+    if summary.operator_of(rows) == MULTIPLICATION:
+        parts = rows.groupby(["weight_dtype", "direction"], sort=True)
+        return [(f"{direction}, {dtype} weights", part) for (dtype, direction), part in parts][::-1]
+    return [(f"D = {head_dim}", part) for (head_dim,), part in summary.split(rows, "head_dim")]
 
 
 def _step_time(part: pd.DataFrame) -> Figure | None:
@@ -253,13 +277,48 @@ def _step_time(part: pd.DataFrame) -> Figure | None:
     return figure
 
 
+OF_OPERATOR = {MULTIPLICATION: "Triangle multiplication", MODULE: "Attention module"}
+
+
+def _stability(part: pd.DataFrame) -> Figure | None:
+    rows = part[part["experiment"] == "stability"]
+    names = list(dict.fromkeys(rows["implementation"]))
+    shown = {
+        "loss": "loss",
+        "grad_norm": "norm of the gradient",
+        "distance": "distance from fp32",
+        "distance_triangle": "the same, triangles",
+    }
+    groups = summary.split(rows, "n")
+    figure = Figure(figsize=(12.8, 0.7 + 3.2 * len(groups)), layout="constrained")
+    grid = figure.subplots(len(groups), len(shown), squeeze=False)
+    for line, ((crop,), group) in zip(grid, groups, strict=True):
+        for axes, (key, title) in zip(line, shown.items(), strict=True):
+            for i, name in enumerate(names):
+                run = group[group["implementation"] == name]
+                values = curve(run, key)
+                every = int(run["every"].iloc[-1]) if key.startswith("distance") and len(run) and "every" in run else 1
+                points = [(every * k, v) for k, v in enumerate(values) if v > 0 or key == "loss"]  # fp32 is at no distance from itself
+                if points:
+                    style = {"marker": MARKERS[i % len(MARKERS)], "markersize": 4} if every > 1 else {"alpha": 0.8}
+                    axes.plot(*zip(*points, strict=True), color=PALETTE[i % len(PALETTE)], linewidth=1.2, label=label(name), **style)
+            if key != "loss":
+                axes.set_yscale("log")
+            axes.set_xlabel("step")
+            axes.set_title(f"{title}, crop {crop}")
+    _legend_below(figure, grid[0][0], min(3, len(names)))
+    return figure
+
+
 TITLES = {
     "accuracy": "RMSE against FP64 by implementation",
     "determinism": "Input cases with bitwise equal calls",
     "ablation": "Share of the plain RMSE removed",
     "kernel_time": "Kernel time",
     "step_time": "OpenFold3 training step",
+    "stability": "Loss and gradients by step",
 }
 DRAW: dict[str, Callable[[pd.DataFrame], Figure | None]] = {
     "accuracy": _accuracy, "determinism": _determinism, "ablation": _ablation, "kernel_time": _kernel_time, "step_time": _step_time,
+    "stability": _stability,
 }  # fmt: skip

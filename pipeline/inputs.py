@@ -1,4 +1,4 @@
-"""Input cases as data: families with seeds, the same bits on every machine.
+"""Input cases of triangle attention as data: families with seeds, the same bits on every machine.
 
 The random families draw from N(0, 1) with a CPU ``torch.Generator`` in FP64 and round once. A block of slices has a
 generator of its own, seeded from the case, the tensor's name and the block: blocks are drawn in parallel threads and
@@ -162,9 +162,10 @@ def padding_mask(slices: int, n: int) -> torch.Tensor:
 def _random(case: Case) -> Inputs:
     shape = (case.slices, case.n, case.heads, case.head_dim)
     change = _TRANSFORMS[case.family]
-    tensors = {name: _draw(case, name, shape, change.get(name), case.torch_dtype) for name in ("q", "k", "v", "dout")}
+    draws = f"{case.n} {case.slices} {case.heads} {case.head_dim} {case.seed}"
+    tensors = {name: draw(draws, name, shape, case.torch_dtype, change.get(name)) for name in ("q", "k", "v", "dout")}
     # A bias that goes with bf16 inputs has bf16 values in either dtype: both cases then have one true result.
-    bias = _draw(case, "bias", (case.heads, case.n, case.n), change.get("bias"), case.torch_dtype)
+    bias = draw(draws, "bias", (case.heads, case.n, case.n), case.torch_dtype, change.get("bias"))
     mask = None
     if case.has_mask:
         mask = padding_mask(case.slices, case.n)
@@ -172,16 +173,19 @@ def _random(case: Case) -> Inputs:
     return Inputs(**tensors, bias=bias.to(case.torch_bias_dtype), mask=mask, scale=case.head_dim**-0.5)
 
 
-def _draw(case: Case, name: str, shape: tuple[int, ...], change: Transform | None, dtype: torch.dtype) -> torch.Tensor:
-    """N(0, 1) draws of ``shape``, changed in FP64 and rounded once to ``dtype``."""
+def draw(draws: str, name: str, shape: tuple[int, ...], dtype: torch.dtype, change: Transform | None = None) -> torch.Tensor:
+    """N(0, 1) draws of ``shape``, changed in FP64 and rounded once to ``dtype``, on the CPU.
+
+    ``draws`` (the case, in words) and the tensor's ``name`` decide the bits, the same on every machine.
+    """
     result = torch.empty(shape, dtype=dtype)
 
     def fill(start: int) -> None:
-        text = f"{case.n} {case.slices} {case.heads} {case.head_dim} {case.seed} {name} {start}"
+        text = f"{draws} {name} {start}"
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
         target = result[start : start + _BLOCK]
-        draws = torch.randn(target.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        target.copy_(draws if change is None else change(draws))
+        values = torch.randn(target.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        target.copy_(values if change is None else change(values))
 
     with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
         list(pool.map(fill, range(0, shape[0], _BLOCK)))

@@ -121,6 +121,7 @@ def run(
         if left.items:
             chunk = Chunk(
                 kernel_digest=digest,
+                library_digest=library_digest(),
                 plugins=list(config.plugins),
                 timeout_s={name: config.timeout_s(name) for name in config.experiments()},
                 items=[],
@@ -166,17 +167,29 @@ def kernel_digest() -> str:
     return turbopair.kernel_digest()
 
 
-def check_image(container: Container, items: Sequence[Item], digest: str, say: Callable[[str], None]) -> str | None:
+def library_digest() -> str:
+    """The digest of the sources of the kernel library in use."""
+    from turbopair import native
+
+    return native.library_digest()
+
+
+def check_image(
+    container: Container, items: Sequence[Item], digest: str, say: Callable[[str], None], *, use_gpu: bool = False
+) -> str | None:
     """The digest of the site's image (None without one), after telling which implementations it lacks.
 
-    Raises :class:`LaunchError` for an image that is not there or does not fit the kernel sources of ``digest``.
+    Raises :class:`LaunchError` for an image that is not there, whose kernel library is not of the sources of ``digest``, or which is for
+    CPUs when a GPU is to compute.
     """
     if container.runtime == "none":
         return None
-    from pipeline.container_image import ImageError, check_before
+    from pipeline.container_image import ImageError, backend_key, check_before
 
     try:
-        found, remarks = check_before(container, [item.cell.implementation for item in items], digest)
+        found, remarks = check_before(
+            container, [backend_key(item.cell.operator, item.cell.implementation) for item in items], digest, use_gpu=use_gpu
+        )
     except ImageError as error:
         raise LaunchError(str(error)) from error
     say(f"in the image {container.image}, {found[:19]}")

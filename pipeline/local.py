@@ -36,7 +36,7 @@ class LocalExecutor:
         """The command line of the worker's supervisor."""
         python = sys.executable if self.site.container.runtime == "none" else self.site.container.python
         arguments = [python, "-m", "pipeline", "work", "--cells", chunk_path, "--results", str(self.folder.root)]
-        arguments += ["--device", self.site.device, "--threads", str(self.site.threads), "--attached"]
+        arguments += ["--device", self._device, "--threads", str(self.site.threads), "--attached"]
         return container.command(
             self.site.container,
             arguments,
@@ -48,12 +48,21 @@ class LocalExecutor:
 
     @property
     def _use_gpu(self) -> bool:
-        """Whether the container gets GPUs: with `auto` where there is a driver."""
-        return self.site.device == "cuda" or (self.site.device == "auto" and container_image.DRIVER.exists())
+        """Whether GPUs compute in the container: with `auto` where this machine shows some."""
+        if not self.site.container.gpus:
+            return False
+        return self.site.device == "cuda" or (self.site.device == "auto" and bool(devices.gpus()))
+
+    @property
+    def _device(self) -> str:
+        """What the work is told. `auto` is decided here: a container that fails to pass the GPUs on must not compute on the CPU."""
+        if self.site.container.runtime == "none":
+            return self.site.device
+        return "cuda" if self._use_gpu else "cpu"
 
     def _prepare_container(self, items: Sequence[Item]) -> None:
         box = self.site.container
-        digest = check_image(box, items, self.template.kernel_digest, self.say)
+        digest = check_image(box, items, self.template.library_digest, self.say, use_gpu=self._use_gpu)
         try:
             container_image.check_host(box, [REPOSITORY, self.folder.root], use_gpu=self._use_gpu)
         except container_image.ImageError as error:

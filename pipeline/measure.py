@@ -191,6 +191,16 @@ class Timer:
         return self.sample(steps), warm
 
 
+def yardstick(device: torch.device) -> Step:
+    """A fixed piece of work, the same in every cell: a square matrix product (bf16, 0.5 TFLOP on a GPU; fp32, 0.03 GFLOP on a CPU).
+
+    Its time depends on the machine and its clocks alone: two cells in which it differs were measured under different conditions.
+    """
+    size, dtype = (6144, torch.bfloat16) if device.type == "cuda" else (256, torch.float32)
+    square = torch.ones(size, size, dtype=dtype, device=device)
+    return Step(lambda _: square @ square)
+
+
 def percentile(values: Sequence[float], fraction: float) -> float:
     """The value below which ``fraction`` of ``values`` lie, interpolated linearly."""
     ordered = sorted(values)

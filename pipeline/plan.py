@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from itertools import product
+from typing import Any
 
-from pipeline.cells import Cell, Experiment, Option
-from pipeline.config import Determinism, ExperimentConfig, KernelSection, StepTime, Timing
+from pipeline.cells import Cell, Experiment, Operator, Option
+from pipeline.config import (
+    Calls,
+    CaseSection,
+    ExperimentConfig,
+    KernelSection,
+    ModuleAccuracy,
+    MultiplicationAccuracy,
+    Stability,
+    StepTime,
+    Timing,
+)
 
 
 def plan(config: ExperimentConfig, experiments: Collection[str] | None = None) -> list[Cell]:
@@ -14,55 +26,73 @@ def plan(config: ExperimentConfig, experiments: Collection[str] | None = None) -
     Cells of the same input case are neighbours, so that a process which computes them one after another makes the
     inputs and the FP64 reference once.
     """
-    chosen = [name for name in config.experiments() if experiments is None or name in experiments]
-    cells = [cell for name in chosen for cell in _cells(name, getattr(config, name))]
+    chosen = [section for section in config.sections() if experiments is None or section[0] in experiments]
+    cells = [cell for section in chosen for cell in _cells(*section)]
     ids = {cell.id for cell in cells}
     if len(ids) != len(cells):
         raise ValueError("two cells of the plan have the same id")
     return cells
 
 
-def _cells(experiment: Experiment, section: KernelSection | StepTime) -> Iterator[Cell]:
-    if isinstance(section, StepTime):
-        yield from _step_cells(section)
+def _cells(experiment: Experiment, operator: Operator, section: CaseSection | StepTime | Stability) -> Iterator[Cell]:
+    if isinstance(section, StepTime | Stability):
+        yield from _step_cells(experiment, section)
         return
+    for size in _sizes(section):
+        for case in range(section.cases):
+            family = section.families[case % len(section.families)]
+            for name in section.compared:
+                yield Cell(
+                    experiment=experiment,
+                    implementation=name,
+                    operator=operator,
+                    family=family,
+                    seed=section.seed + case // len(section.families),
+                    # an openfold case has the mask of its batch anyway; True would choose among padded batches only
+                    masked=family == "masked",
+                    options=_options(section),
+                    **size,
+                )
+
+
+def _sizes(section: CaseSection) -> Iterator[dict[str, Any]]:
+    """The sizes and dtypes of a section's cases, as fields of a cell."""
     for crop in section.crops:
-        for head_dim in section.head_dims:
-            for case in range(section.cases):
-                family = section.families[case % len(section.families)]
-                for name in section.compared:
-                    yield Cell(
-                        experiment=experiment,
-                        implementation=name,
-                        n=crop,
-                        slices=crop if section.slices == "n" else section.slices,
-                        heads=section.heads,
-                        head_dim=head_dim,
-                        family=family,
-                        seed=section.seed + case // len(section.families),
-                        bias_dtype=section.bias_dtype,
-                        # an openfold case has the mask of its batch anyway; True would choose among padded batches only
-                        masked=family == "masked",
-                        options=_options(section),
-                    )
+        if isinstance(section, KernelSection):
+            slices = crop if section.slices == "n" else section.slices
+            common = {"n": crop, "slices": slices, "heads": section.heads, "bias_dtype": section.bias_dtype}
+            yield from ({**common, "head_dim": head_dim} for head_dim in section.head_dims)
+        elif isinstance(section, MultiplicationAccuracy):
+            for direction, dtype in product(section.directions, section.weight_dtypes):
+                yield {"n": crop, "channels": section.channels, "direction": direction, "weight_dtype": dtype}
+        elif isinstance(section, ModuleAccuracy):
+            yield {"n": crop, "channels": section.channels, "heads": section.heads, "head_dim": section.head_dim}
+        else:
+            raise TypeError(f"cells of a {type(section).__name__} cannot be planned")
 
 
-def _options(section: KernelSection) -> dict[str, Option]:
+def _options(section: CaseSection) -> dict[str, Option]:
     """What decides the result of a cell beside its inputs."""
     options: dict[str, Option] = {}
-    if isinstance(section, Determinism):
+    if isinstance(section, Calls):
         options["calls"] = section.calls
     if isinstance(section, Timing):
         options |= {"warmup_ms": section.warmup_ms, "repeats": section.repeats}
     return options
 
 
-def _step_cells(section: StepTime) -> Iterator[Cell]:
+def _step_cells(experiment: Experiment, section: StepTime | Stability) -> Iterator[Cell]:
+    options: dict[str, Option] = {"steps": section.steps, "recycles": section.recycles, "size": section.size}
+    if isinstance(section, StepTime):
+        options |= {"nodes": section.nodes, "ranks_per_node": section.ranks_per_node}
+        options |= {"warmup_steps": section.warmup_steps, "phase_steps": section.phase_steps}
+    else:
+        options |= {"every": section.every}
     for crop in section.crops:
-        for backend in section.backends:
+        for name in section.backends if isinstance(section, StepTime) else section.runs:
             yield Cell(
-                experiment="step_time",
-                implementation=backend,
+                experiment=experiment,
+                implementation=name,
                 n=crop,
                 slices=crop,
                 heads=4,
@@ -70,12 +100,5 @@ def _step_cells(section: StepTime) -> Iterator[Cell]:
                 family="openfold",
                 seed=section.seed,
                 masked=True,
-                options={
-                    "nodes": section.nodes,
-                    "ranks_per_node": section.ranks_per_node,
-                    "steps": section.steps,
-                    "warmup_steps": section.warmup_steps,
-                    "recycles": section.recycles,
-                    "size": section.size,
-                },
+                options=options,
             )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pandas as pd
 
 from pipeline import summary
-from pipeline.summary import GRADIENTS, SYMBOL, TENSORS, label
+from pipeline.summary import error_key, label
 from pipeline.table_model import ABSENT, DASH, Column, Row, Scalar, Section, Value, decimal_scale, mark_best, scaled_heading
 from pipeline.table_rows import (
     by_implementation,
@@ -24,17 +24,20 @@ from pipeline.table_rows import (
     text,
     views,
 )  # fmt: skip
+from pipeline.tensors import ATTENTION, RESULTS, SHOWN, SYMBOL, TYPED, WEIGHTS, gradients
 
 #: What each precision adds to the one before it.
 STEPS = {"turbopair.paper": "+ output residual", "turbopair.split_p": "+ split P", "turbopair.exact": "+ split dS"}
 
+GRADIENTS = gradients(ATTENTION)
+
 # --- accuracy --------------------------------------------------------------------------------------------------------
 
 
-def accuracy(data: pd.DataFrame, order: Sequence[str]) -> list[Section]:
+def accuracy(data: pd.DataFrame, order: Sequence[str], operator: str = ATTENTION) -> list[Section]:
     """Mean RMSE against FP64 over the cases of each class and size, and its ratio to the bf16 rounding floor."""
     sections = []
-    part = data[data["experiment"] == "accuracy"]
+    part = summary.of(data, "accuracy", operator)
     for device in devices_of(part):
         for keys, rows in summary.classes(part[part["device"] == device]):
             for title, view, detail in views(rows):
@@ -44,12 +47,15 @@ def accuracy(data: pd.DataFrame, order: Sequence[str]) -> list[Section]:
 
 
 def _accuracy_section(title: str, view: pd.DataFrame, order: Sequence[str], keys: dict[str, Scalar], detail: bool) -> Section:
-    scale = {t: decimal_scale(metric(view, f"rmse.{t}")) for t in TENSORS}
+    operator = summary.operator_of(view)
+    shown, typed = SHOWN[operator], TYPED[operator]
+    keys_of = {t: error_key(t) for t in shown}
+    scale = {t: decimal_scale(metric(view, keys_of[t])) for t in shown}
     total = summary.case_count(view)
     columns = [Column("name", "implementation", numeric=False)]
-    columns += [Column(f"rmse.{t}", scaled_heading(f"RMSE {SYMBOL[t]}", scale[t])) for t in ("dq", "dk", "dv", "dbias", "out")]
-    columns += [Column(f"ratio.{t}", f"{SYMBOL[t]} / floor") for t in GRADIENTS]
-    columns += [Column("dtype", "dBias type", numeric=False), Column("std", "std %"), Column("n", "cases")]
+    columns += [Column(keys_of[t], scaled_heading(error_heading(t), scale[t])) for t in shown]
+    columns += [Column(f"ratio.{t}", f"{SYMBOL[t]} / floor") for t in gradients(operator)]
+    columns += [Column("dtype", f"{SYMBOL[typed]} type", numeric=False), Column("std", "std %"), Column("n", "cases")]
     rows = []
     for part in by_implementation(view, order):
         row = Row({"name": name_value(part)}, data=csv_data(part) | {"cases": total})
@@ -58,36 +64,46 @@ def _accuracy_section(title: str, view: pd.DataFrame, order: Sequence[str], keys
         if not done:
             row.reason = why
             continue
-        row.remark = f"not compared: {why}" if why else None
-        for t in TENSORS:
-            row.values[f"rmse.{t}"] = number(mean(part, f"rmse.{t}"), factor=10.0 ** -scale[t])
+        remarks = [f"not compared: {why}" if why else None, summary.worse_than_plain(view, part)]
+        row.remark = "; ".join(filter(None, remarks)) or None
+        for t in ("out", *gradients(operator)):
+            row.values[keys_of[t]] = number(mean(part, keys_of[t]), factor=10.0 ** -scale[t])
             row.values[f"ratio.{t}"] = number(mean(part, f"ratio.{t}"))
-            row.data |= statistics(part, f"rmse.{t}") | statistics(part, f"ratio.{t}")
-        dtypes = sorted(set(part.loc[part["ok"], "dtype.dbias"].dropna())) if "dtype.dbias" in part else []
+            row.data |= statistics(part, keys_of[t]) | statistics(part, f"ratio.{t}")
+        for t in RESULTS[operator] if WEIGHTS in shown else ():
+            if t not in shown:
+                row.data |= statistics(part, f"rmse.{t}") | statistics(part, f"ratio.{t}")
+        dtypes = sorted(set(part.loc[part["ok"], f"dtype.{typed}"].dropna())) if f"dtype.{typed}" in part else []
         row.values["dtype"] = text("/".join(dtypes)) if dtypes else Value(ABSENT)
-        row.data["dtype.dbias"] = "/".join(dtypes)
-        spread = [metric(part, f"rmse.{t}").std(ddof=1) / mean(part, f"rmse.{t}") for t in GRADIENTS if mean(part, f"rmse.{t}") > 0]
+        row.data[f"dtype.{typed}"] = "/".join(dtypes)
+        errors = [keys_of[t] for t in gradients(operator) if mean(part, keys_of[t]) > 0]
+        spread = [metric(part, key).std(ddof=1) / mean(part, key) for key in errors]
         spread = [s for s in spread if not math.isnan(s)]
         row.values["std"] = number(max(spread), digits=2, factor=100) if spread else Value(ABSENT)
         row.values["n"] = Value(f"{done}/{total}", done)
     complete = [row for row in rows if row.reason is None and row.remark is None]
-    for t in TENSORS:
+    for t in shown:
         # A gradient returned in fp32 escapes the bf16 rounding of the others: best is marked within each type.
-        groups = {str(row.values["dtype"].raw) for row in complete} if t == "dbias" else {None}
+        groups = {str(row.values["dtype"].raw) for row in complete} if t == typed else {None}
         for group in groups:
             members = [row for row in complete if group is None or str(row.values["dtype"].raw) == group]
-            mark_best(members, f"rmse.{t}")
+            mark_best(members, keys_of[t])
             mark_best(members, f"ratio.{t}")
     return Section(title, columns, rows, keys, detail=detail)
+
+
+def error_heading(tensor: str) -> str:
+    """The heading of a tensor's error: "RMSE dQ"; of all weight gradients "rel. RMSE dW", the worst of them."""
+    return f"rel. RMSE {SYMBOL[tensor]}" if tensor == WEIGHTS else f"RMSE {SYMBOL[tensor]}"
 
 
 # --- determinism -----------------------------------------------------------------------------------------------------
 
 
-def determinism(data: pd.DataFrame, order: Sequence[str]) -> list[Section]:
+def determinism(data: pd.DataFrame, order: Sequence[str], operator: str = ATTENTION) -> list[Section]:
     """Input cases whose repeated calls were bitwise equal, of all cases."""
     sections = []
-    everything = data[data["experiment"] == "determinism"]
+    everything = summary.of(data, "determinism", operator)
     for device in devices_of(everything):
         part = everything[everything["device"] == device]
         views = [("all input cases", part, False)]
@@ -101,7 +117,8 @@ def determinism(data: pd.DataFrame, order: Sequence[str]) -> list[Section]:
 
 
 def _determinism_section(title: str, view: pd.DataFrame, order: Sequence[str], keys: dict[str, Scalar], detail: bool) -> Section:
-    columns = [Column("name", "implementation", numeric=False), *(Column(t, f"{SYMBOL[t]} equal") for t in (*GRADIENTS, "out"))]
+    shown = SHOWN[summary.operator_of(view)]
+    columns = [Column("name", "implementation", numeric=False), *(Column(t, f"{SYMBOL[t]} equal") for t in shown)]
     columns += [Column("all", "all gradients"), Column("calls", "calls")]
     total = summary.case_count(view)
     rows = []
@@ -113,7 +130,7 @@ def _determinism_section(title: str, view: pd.DataFrame, order: Sequence[str], k
             row.reason = why
             continue
         row.remark = why
-        counts = {t: int(metric(part, f"bitwise.{t}").sum()) for t in TENSORS}
+        counts = {t: int(metric(part, f"bitwise.{t}").sum()) for t in ("out", *(t for t in shown if t != "out"))}
         counts["all"] = int(equal_cases(part))
         for key, count in counts.items():
             row.values[key] = Value(f"{count}/{done}", count / done, best=count == total)
@@ -125,8 +142,10 @@ def _determinism_section(title: str, view: pd.DataFrame, order: Sequence[str], k
 
 
 def equal_cases(part: pd.DataFrame) -> int:
-    """How many successful cases have all four gradients bitwise equal over the calls."""
-    names = [f"bitwise.{t}" for t in GRADIENTS]
+    """How many successful cases have all gradients bitwise equal over the calls."""
+    if part.empty:
+        return 0
+    names = [f"bitwise.{t}" for t in gradients(summary.operator_of(part))]
     if any(name not in part for name in names):
         return 0
     return int((part.loc[part["ok"], names] == True).all(axis=1).sum())  # noqa: E712  (object columns: None is not equal)
@@ -155,7 +174,7 @@ def removed_shares(part: pd.DataFrame) -> pd.DataFrame:
 def ablation(data: pd.DataFrame, order: Sequence[str]) -> list[Section]:
     """By family: the share of the plain RMSE that the residual, then split P, then split dS removes, and what it costs."""
     sections = []
-    everything = data[data["experiment"] == "ablation"]
+    everything = summary.of(data, "ablation")
     for device in devices_of(everything):
         for title, view, detail in views(everything[everything["device"] == device]):
             heading = heading_of(device, devices_of(everything), title)

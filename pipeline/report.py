@@ -12,7 +12,8 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from pipeline.cells import EXPERIMENTS
+from pipeline import summary
+from pipeline.cells import TABLES
 from pipeline.claims import Claim
 from pipeline.figures import Drawing
 from pipeline.provenance import environments
@@ -54,7 +55,7 @@ def render(
         claims=claims,
         tables=[table for table in tables if table.sections],
         left_out=[table.title for table in tables if not table.sections],
-        figures={e: [_inline(d, i) for i, d in enumerate(figures) if d.experiment == e] for e in EXPERIMENTS},
+        figures={name: [_inline(d, i) for i, d in enumerate(figures) if d.table == name] for name in TABLES},
         failures=_failures(data),
         listed=LISTED_FAILURES,
         finished=max((r.finished for r in records), default=None),
@@ -67,10 +68,10 @@ def _counts(data: pd.DataFrame) -> dict[str, int]:
 
 
 def _progress(data: pd.DataFrame) -> list[dict[str, Any]]:
-    """One line an experiment: cells with numbers, with a reason why not, failed, not run."""
+    """One line a table: cells with numbers, with a reason why not, failed, not run."""
     lines = []
-    for name in EXPERIMENTS:
-        part = data[data["experiment"] == name] if len(data) else data
+    for name, (experiment, operator) in TABLES.items():
+        part = summary.of(data, experiment, operator)
         if part.empty:
             continue
         status = Counter(part["status"])
@@ -88,7 +89,7 @@ def _failures(data: pd.DataFrame) -> list[dict[str, str]]:
     return [
         {
             "cell": str(r["cell_id"]),
-            "implementation": label(str(r["implementation"])),
+            "implementation": label(str(r["implementation"]), str(r["operator"])),
             "status": str(r["status"]),
             "reason": str(r["reason"] or ""),
         }

@@ -68,8 +68,8 @@ def _table(prefix: str, model: type[BaseModel]) -> Iterator[str]:
 def _rows(prefix: str, model: type[BaseModel]) -> Iterator[str]:
     for name, field in model.model_fields.items():
         inner = _model(field.annotation)
-        if inner is not None and not prefix and model is not ExperimentConfig:
-            yield from _rows(f"{name}.", inner)
+        if inner is not None and model is not ExperimentConfig:
+            yield from _rows(f"{prefix}{name}.", inner)
             continue
         if field.is_required():
             default = "required"

@@ -67,6 +67,12 @@ class LocalSite(Section):
             raise ValueError("container.runtime is 'pyxis', a plugin of Slurm; with executor: local accepted are none, apptainer, podman")
         return self
 
+    @model_validator(mode="after")
+    def _gpus_asked_for_are_passed_on(self) -> Self:
+        if self.device == "cuda" and self.container.runtime != "none" and not self.container.gpus:
+            raise ValueError("device is 'cuda' and container.gpus is false, which hides them; give device: cpu, or container.gpus: true")
+        return self
+
 
 class SlurmSite(Section):
     """A Slurm cluster, reached from a machine that has `sbatch`."""

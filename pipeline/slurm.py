@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import sys
@@ -23,7 +24,7 @@ from pydantic import BaseModel, ConfigDict
 from pipeline import REPOSITORY, ranks
 from pipeline import slurm_state as state
 from pipeline.folder import RunFolder
-from pipeline.launch import SIGNALS, Event, LaunchError, Stopped, check_image
+from pipeline.launch import SIGNALS, Event, LaunchError, Stopped, check_image, computes_on_gpus
 from pipeline.loading import nearest
 from pipeline.records import Record, Status, failure, write_atomically
 from pipeline.site import SlurmSite
@@ -87,7 +88,9 @@ class SlurmExecutor:
     def execute(self, items: Sequence[Item], event: Event) -> None:
         """Compute the items; see :class:`pipeline.launch.Executor`. Raises :class:`LaunchError`."""
         check_cluster(self.site)
-        self.image_digest = check_image(self.site.container, items, self.template.kernel_digest, self.say)
+        self.image_digest = check_image(
+            self.site.container, items, self.template.library_digest, self.say, use_gpu=computes_on_gpus(self.site)
+        )
         tasks: list[Task] = []
         try:
             with scrubbed_environment():
@@ -138,7 +141,7 @@ class SlurmExecutor:
         )
         jobs = [
             Job(
-                self.site.container, path, self.folder.root, python=self._python(), use_gpu=self.site.gpus_per_job > 0, ranks=world > 1,
+                self.site.container, path, self.folder.root, python=self._python(), use_gpu=computes_on_gpus(self.site), ranks=world > 1,
                 digest=self.image_digest,
             )
             for path in paths
@@ -321,7 +324,8 @@ class SlurmExecutor:
         """A record for each cell of the job that has none."""
         for cell_id, item in list(task.open.items()):
             digest = task.chunk.kernel_digest
-            text = f"{task.problem}; " if task.problem else ""
+            problem = task.problem or (cause(Path(task.log)) if status is Status.FAILED else None)
+            text = f"{problem}; " if problem else ""
             text += f"job {task.job_id} {why}; log: {task.log}"
             if task.submission.ranks > 1:
                 record = ranks.collect(self.folder.root, item, digest, {})
@@ -334,6 +338,16 @@ class SlurmExecutor:
             self.folder.store.write(record)
             event(_done(record))
         task.open.clear()
+
+
+def cause(log: Path) -> str | None:
+    """The last line of a job's log in which a program tells of an error, such as a container that does not start; None without one."""
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    told = [line.strip() for line in lines if re.match(r"\W*(fatal|error)\b", line, re.IGNORECASE)]
+    return told[-1] if told else None
 
 
 def _done(record: Record) -> dict[str, Any]:

@@ -38,7 +38,8 @@ class Job:
     def command(self, environment: dict[str, str]) -> list[str]:
         """The command that is run on the node."""
         arguments = [self.python, "-m", "pipeline", "work", "--cells", str(self.chunk), "--results", str(self.results)]
-        arguments += ["--device", "auto" if self.use_gpu else "cpu"]
+        # demanded, not preferred: on a node whose GPU or driver is missing the CPU would compute something else without saying so
+        arguments += ["--device", "cuda" if self.use_gpu else "cpu"]
         arguments += ["--rank"] if self.ranks else []
         return container.command(
             self.box, arguments, workdir=REPOSITORY, folders=[self.results], environment=environment, use_gpu=self.use_gpu

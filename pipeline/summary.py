@@ -21,14 +21,20 @@ from pipeline.cells import FAMILIES, Cell
 from pipeline.experiments.accuracy import WRONG
 from pipeline.provenance import NO_DEVICE, machine
 from pipeline.records import Record
+from pipeline.tensors import ATTENTION, PLAIN, RESULTS, SHOWN, WEIGHT, WEIGHTS, symbol
 
-TENSORS = ("out", "dq", "dk", "dv", "dbias")
-GRADIENTS = ("dq", "dk", "dv", "dbias")
-SYMBOL = {"out": "O", "dq": "dQ", "dk": "dK", "dv": "dV", "dbias": "dBias"}
-CASE = ["n", "slices", "heads", "head_dim", "family", "seed", "dtype", "bias_dtype", "masked"]
+CASE = [
+    "operator", "n", "slices", "heads", "head_dim", "channels", "direction", "family", "seed", "dtype", "bias_dtype", "weight_dtype",
+    "masked",
+]  # fmt: skip
+#: Sizes of a case; those that its operator does not have are 0, and words that it does not have are empty.
+SIZES = ("slices", "heads", "head_dim", "channels")
+WORDS = ("direction", "bias_dtype", "weight_dtype")
 #: Inputs that may be averaged together: everything about a case but its size and seed.
-CLASS = ["family", "dtype", "bias_dtype", "masked"]
-SIZE = ["n", "slices", "heads", "head_dim"]
+CLASS = ["operator", "family", "dtype", "bias_dtype", "weight_dtype", "direction", "masked"]
+SIZE = ["n", *SIZES]
+#: More times the error of plain PyTorch in the same dtype is no result to compare times of.
+ABSURD = 4.0
 
 SHORT_DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 #: Back ends of the training step that use this repository's kernels.
@@ -38,20 +44,31 @@ BACKEND_LABELS = {
     "triton": "OpenFold3 Triton",
     "cuequivariance_attention": "cuEquivariance, attention only",
     "turbopair_attention": "turbopair, attention only",
+    "pytorch_fp32": "OpenFold3 stock, fp32",
 }
 
 
 def is_turbopair(implementation: str) -> bool:
     """Whether an implementation is built from this repository's kernel sources."""
-    return implementation == "turbopair" or implementation.startswith("turbopair.")
+    return implementation in OWN_BACKENDS or implementation.startswith("turbopair.")
 
 
 @functools.cache
-def label(name: str) -> str:
+def label(name: str, operator: str = ATTENTION) -> str:
     """The name of an implementation, or of a back end of the training step, as printed."""
-    if name in BACKEND_LABELS:
+    if operator == ATTENTION and name in BACKEND_LABELS:
         return BACKEND_LABELS[name]
-    return implementations.get(name).title if name in implementations.names() else name
+    return implementations.get(name, operator).title if name in implementations.names(operator) else name
+
+
+def of(data: pd.DataFrame, experiment: str, operator: str = ATTENTION) -> pd.DataFrame:
+    """The rows of one experiment on one operator."""
+    return data[(data["experiment"] == experiment) & (data["operator"] == operator)] if len(data) else data
+
+
+def operator_of(part: pd.DataFrame) -> str:
+    """The operator of rows that have one operator."""
+    return str(part["operator"].iloc[0])
 
 
 def count_of_processors(device: str, count: int) -> str:
@@ -93,6 +110,8 @@ def frame(records: Sequence[Record], planned: Iterable[Cell] = ()) -> pd.DataFra
 
 def _cell_fields(cell: Cell) -> dict[str, Any]:
     fields = cell.model_dump(include=set(CASE) | {"experiment", "implementation"})
+    # no value of a case is null: a column of numbers with gaps would turn to floats, and groups would lose its rows
+    fields |= {name: 0 for name in SIZES if fields[name] is None} | {name: "" for name in WORDS if fields[name] is None}
     return fields | {"cell_id": cell.id, "ranks": cell.ranks, "version": None}
 
 
@@ -109,9 +128,26 @@ def _row(record: Record) -> dict[str, Any]:
     if bad:
         return row | {"status": "failed", "reason": "non-finite " + ", ".join(sorted(bad))}
     row |= {name: value for name, value in record.metrics.items() if name not in row}
-    if "dtype.dbias" in row:
-        row["dtype.dbias"] = SHORT_DTYPES.get(row["dtype.dbias"], row["dtype.dbias"])
-    return row
+    for name in (name for name in row if name.startswith("dtype.")):
+        row[name] = "/".join(SHORT_DTYPES.get(dtype, dtype) for dtype in row[name].split("/"))
+    return row | _of_weights(row)
+
+
+def _of_weights(row: dict[str, Any]) -> dict[str, Any]:
+    """All weight gradients as one: the largest relative errors and ratios, and whether all of them are bitwise equal."""
+
+    def those(kind: str) -> list[Any]:
+        return [value for name, value in row.items() if name.startswith(f"{kind}.{WEIGHT}")]
+
+    together: dict[str, Any] = {f"{kind}.{WEIGHTS}": max(those(kind)) for kind in ("rel_rmse", "ratio") if those(kind)}
+    if those("bitwise"):
+        together[f"bitwise.{WEIGHTS}"] = all(those("bitwise"))
+    return together
+
+
+def error_key(tensor: str) -> str:
+    """The metric that says the error of a tensor: its RMSE; of all weights together the largest RMSE relative to the gradient's RMS."""
+    return f"rel_rmse.{tensor}" if tensor == WEIGHTS else f"rmse.{tensor}"
 
 
 def _set_aside_other_sources(rows: list[dict[str, Any]]) -> None:
@@ -134,21 +170,36 @@ def ordered(values: Iterable[str], reference: Sequence[str]) -> list[str]:
 def classes(data: pd.DataFrame) -> list[tuple[dict[str, Any], pd.DataFrame]]:
     """The parts of ``data`` whose cases may be averaged together, in the order of the families."""
     order = {family: i for i, family in enumerate(FAMILIES)}
-    parts = [(dict(zip(CLASS, key, strict=True)), part) for key, part in data.groupby(CLASS, sort=True)]
-    return sorted(parts, key=lambda item: (order.get(item[0]["family"], len(order)), str(item[0])))
+    parts = [(_class_keys(key), part) for key, part in data.groupby(CLASS, sort=True)]
+
+    def place(item: tuple[dict[str, Any], pd.DataFrame]) -> tuple[int, bool, bool, str]:
+        keys = item[0]  # fp32 masters and the outgoing product first
+        return order.get(keys["family"], len(order)), keys.get("weight_dtype") == "bf16", keys.get("direction") == "incoming", str(keys)
+
+    return sorted(parts, key=place)
+
+
+def _class_keys(values: tuple[Any, ...]) -> dict[str, Any]:
+    """The keys that the operator has."""
+    return {name: value for name, value in zip(CLASS, values, strict=True) if name != "operator" and value != ""}
 
 
 def class_title(keys: dict[str, Any]) -> str:
-    """A class of inputs in words: "normal inputs, bf16, fp32 bias"."""
+    """A class of inputs in words: "normal inputs, bf16, fp32 bias", "outgoing, normal inputs, bf16, fp32 weights"."""
     text = f"{keys['family']} inputs, {keys['dtype']}"
-    if keys["bias_dtype"] != keys["dtype"]:
+    if keys.get("bias_dtype", keys["dtype"]) != keys["dtype"]:
         text += f", {keys['bias_dtype']} bias"
+    if "weight_dtype" in keys:
+        text = f"{keys['direction']}, {text}, {keys['weight_dtype']} weights"
     return text + (", with mask" if keys["masked"] and keys["family"] not in ("masked", "openfold") else "")
 
 
-def size_title(n: int, slices: int, heads: int, head_dim: int) -> str:
+def size_title(n: int, slices: int, heads: int, head_dim: int, channels: int = 0) -> str:
     """A size in words; slices are named only when they differ from N."""
-    return f"N = {n}, " + (f"I = {slices}, " if slices != n else "") + f"H = {heads}, D = {head_dim}"
+    parts = [f"N = {n}"]
+    parts += [f"I = {slices}"] if slices not in (0, n) else []
+    parts += [f"{letter} = {value}" for letter, value in (("C", channels), ("H", heads), ("D", head_dim)) if value]
+    return ", ".join(parts)
 
 
 def split(data: pd.DataFrame, *columns: str) -> list[tuple[tuple[int, ...], pd.DataFrame]]:
@@ -156,9 +207,9 @@ def split(data: pd.DataFrame, *columns: str) -> list[tuple[tuple[int, ...], pd.D
     return [(tuple(int(str(v)) for v in key), part) for key, part in data.groupby(list(columns), sort=True)]
 
 
-def sizes(data: pd.DataFrame) -> list[tuple[tuple[int, int, int, int], pd.DataFrame]]:
-    """The parts of ``data`` of equal size, smallest first."""
-    return [((n, i, h, d), part) for (n, i, h, d), part in split(data, *SIZE)]
+def sizes(data: pd.DataFrame) -> list[tuple[tuple[int, ...], pd.DataFrame]]:
+    """The parts of ``data`` of equal size (in the order of :data:`SIZE`), smallest first."""
+    return split(data, *SIZE)
 
 
 def case_count(data: pd.DataFrame) -> int:
@@ -183,6 +234,24 @@ def shortfall(data: pd.DataFrame) -> str | None:
     return "; ".join(texts)
 
 
+def worse_than_plain(data: pd.DataFrame, part: pd.DataFrame) -> str | None:
+    """Which errors of ``part`` (accuracy of one implementation and operator) are absurd beside plain PyTorch's on the same cases.
+
+    None when none is, and when plain PyTorch was not measured on those cases.
+    """
+    operator = operator_of(part)
+    plain = data[(data["experiment"] == "accuracy") & (data["implementation"] == PLAIN[operator]) & data["ok"]]
+    paired = part[part["ok"]].merge(plain, on=["device", *CASE], suffixes=("", ".plain"))
+    found = []
+    for tensor in SHOWN[operator]:
+        key = error_key(tensor)
+        if f"{key}.plain" in paired:
+            factor = (paired[key].astype(float) / paired[f"{key}.plain"].astype(float)).mean()
+            if factor > ABSURD:
+                found.append(f"{symbol(tensor)} {factor:.0f} times")
+    return f"error of {', '.join(found)} that of plain PyTorch in the same dtype" if found else None
+
+
 @dataclass(frozen=True)
 class Gate:
     """Whether a timing may be shown: ``reason`` is None if so, and ``accuracy`` holds the accuracy records it rests on."""
@@ -194,25 +263,26 @@ class Gate:
 def gate(data: pd.DataFrame, timing: pd.Series) -> Gate:
     """The accuracy records that stand behind a timing row, and why they do not, if they do not.
 
-    A record passes when no tensor's relative RMSE is above :data:`pipeline.experiments.accuracy.WRONG`.
+    A record passes when no tensor's relative RMSE is above :data:`pipeline.experiments.accuracy.WRONG`, and none of those that
+    tables show is more than :data:`ABSURD` times that of plain PyTorch, where that was measured.
 
-    They are of the same device, implementation, implementation version and head dimension, for turbopair of the same
-    kernel digest; among them those nearest in size and, where there are any, of the same inputs.
+    They are of the same device, operator, implementation, implementation version, head dimension, channels and dtype of the
+    weights, for turbopair of the same kernel digest; among them those nearest in size and, where there are any, of the same
+    inputs.
     """
-    found = data[
-        (data["experiment"] == "accuracy")
-        & (data["device"] == timing["device"])
-        & (data["implementation"] == timing["implementation"])
-        & (data["head_dim"] == timing["head_dim"])
-    ]
-    where = f"{label(str(timing['implementation']))} at D = {timing['head_dim']} on {timing['device']}"
+    operator = str(timing["operator"])
+    alike = ["device", "implementation", "operator", "head_dim", "channels", "weight_dtype"]
+    found = of(data, "accuracy", operator)
+    found = found[(found[alike] == timing[alike]).all(axis=1)]
+    size = "".join(f" at {letter} = {timing[key]}" for letter, key in (("D", "head_dim"), ("C", "channels")) if timing[key])
+    where = f"{label(str(timing['implementation']), operator)}{size} on {timing['device']}"
     if is_turbopair(str(timing["implementation"])):
         found = found[found["digest"] == timing["digest"]]
         where += f" with kernel sources {str(timing['digest'])[:12]}"
     elif isinstance(timing["version"], str):  # absent versions are NaN in a column that has some
         found = found[(found["version"] == timing["version"]) | ~found["ok"]]
         where += f", version {timing['version']}"
-    for key in ("masked", "bias_dtype", "family"):
+    for key in ("masked", "bias_dtype", "family", "direction"):
         same = found[found[key] == timing[key]]
         found = same if not same.empty else found
     if found.empty:
@@ -227,11 +297,13 @@ def gate(data: pd.DataFrame, timing: pd.Series) -> Gate:
     passed = nearest[nearest["ok"]]
     if passed.empty or (nearest["status"] == "failed").any():
         return Gate(f"accuracy gate: at N = {nearest['n'].iloc[0]}: {shortfall(nearest)}", passed.iloc[:0])
-    for tensor in TENSORS:
+    for tensor in RESULTS[operator]:
         column = f"rel_rmse.{tensor}"
         worst = float(passed[column].max()) if column in passed else math.nan
         if math.isnan(worst):
-            return Gate(f"accuracy gate: no relative RMSE of {SYMBOL[tensor]}", passed.iloc[:0])
+            return Gate(f"accuracy gate: no relative RMSE of {symbol(tensor)}", passed.iloc[:0])
         if worst > WRONG:
-            return Gate(f"accuracy gate: relative RMSE of {SYMBOL[tensor]} is {worst:.2g}, above {WRONG}", passed.iloc[:0])
+            return Gate(f"accuracy gate: relative RMSE of {symbol(tensor)} is {worst:.2g}, above {WRONG}", passed.iloc[:0])
+    if absurd := worse_than_plain(data, passed):
+        return Gate(f"accuracy failed: {absurd}", passed.iloc[:0])
     return Gate(None, passed)

@@ -13,7 +13,7 @@ from pipeline.summary import label
 from pipeline.table_model import ABSENT, Scalar, Value, significant
 
 #: Implementations whose version is that of PyTorch, which the footnote tells.
-IN_TORCH = ("eager", "sdpa", "flex")
+IN_TORCH = ("eager", "sdpa", "flex", "compiled")
 
 
 def number(value: Any, digits: int = 3, factor: float = 1.0) -> Value:
@@ -44,9 +44,10 @@ def mean(part: pd.DataFrame, name: str) -> float:
 def name_value(part: pd.DataFrame) -> Value:
     """An implementation as printed: its label, with its version unless that is told in the footnote (torch, turbopair)."""
     name = str(part["implementation"].iloc[0])
+    title = label(name, summary.operator_of(part))
     versions = sorted({str(v) for v in part["version"].dropna()})
     show = versions and not summary.is_turbopair(name) and not name.startswith(IN_TORCH)
-    return Value(f"{label(name)} {'/'.join(versions)}" if show else label(name), label(name))
+    return Value(f"{title} {'/'.join(versions)}" if show else title, title)
 
 
 def by_implementation(part: pd.DataFrame, order: Sequence[str]) -> list[pd.DataFrame]:
@@ -100,7 +101,8 @@ def views(part: pd.DataFrame) -> list[tuple[str, pd.DataFrame, bool]]:
     each = summary.sizes(part)
     if len(each) == 1:
         return [(summary.size_title(*each[0][0]), part, False)]
-    lengths = sorted({size[0] for size, _ in each})
-    dims = sorted({size[3] for size, _ in each})
-    overall = f"all sizes (N = {', '.join(map(str, lengths))}; D = {', '.join(map(str, dims))})"
-    return [(overall, part, False)] + [(summary.size_title(*size), rows, True) for size, rows in each]
+    varying = {letter: sorted({int(value) for value in part[key]}) for letter, key in (("N", "n"), ("C", "channels"), ("D", "head_dim"))}
+    # what all sizes of an operator share is told with each of them
+    told = {letter: values for letter, values in varying.items() if values != [0] and (letter != "C" or len(values) > 1)}
+    overall = "; ".join(f"{letter} = {', '.join(map(str, values))}" for letter, values in told.items())
+    return [(f"all sizes ({overall})", part, False)] + [(summary.size_title(*size), rows, True) for size, rows in each]

@@ -37,6 +37,8 @@ class Chunk(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kernel_digest: str
+    library_digest: str = ""
+    """Of the sources of the kernel library, the part of the kernels that a container image holds."""
     plugins: list[str] = []
     timeout_s: dict[str, float]
     items: list[Item]

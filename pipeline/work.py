@@ -12,7 +12,7 @@ from types import FrameType
 
 from pipeline import devices
 from pipeline.container import DIGEST
-from pipeline.container_image import ImageError, check_inside
+from pipeline.container_image import ImageError, check_inside, keep_materials
 from pipeline.supervise import Supervisor, WorkerError
 from pipeline.todo import beside, read_chunk
 
@@ -47,7 +47,8 @@ def work(cells: Path, results: Path, *, device: str, threads: int = 0, attached:
         threading.Thread(target=_until_closed, args=(stop,), daemon=True).start()
     try:
         if os.environ.get(DIGEST):
-            check_inside(chunk.kernel_digest, use_gpu=device != "cpu")
+            check_inside(chunk.library_digest, use_gpu=device != "cpu")
+            keep_materials(results, os.environ[DIGEST])
         chosen = devices.choose(device)
         if rank:
             from pipeline.ranks import run_one_rank

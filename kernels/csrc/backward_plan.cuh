@@ -4,31 +4,30 @@
 
 namespace turbopair {
 
-constexpr int kBwdConsumers = 3;      // warpgroups, each with a slice of its own
-// K and V tiles in flight. A waiting consumer must not be able to see a barrier two fills behind (its parity would look complete), so the tile that
-// held a slot before must be one that this consumer's earlier work already depended on: at least one slot a consumer.
-constexpr int kKSlots = 4, kVSlots = 3;
-constexpr int kRingStages = 2;        // Q, dO tiles in flight per consumer
-constexpr int kMaxSmem = 232448;      // shared memory of a Hopper CTA
+constexpr int kBwdConsumers = 2;  // warpgroups
+constexpr int kPair = 2;          // slices a consumer works on at once
+constexpr int kRingStages = 2;    // pairs of Q, dO tiles in flight per consumer
+constexpr int kMaxSmem = 232448;  // shared memory of a Hopper CTA
 constexpr int kBwdBarrierBytes = 1024;
-
-static_assert(kKSlots >= kBwdConsumers && kVSlots >= kBwdConsumers, "see above");
 
 // Shared memory of the main kernel. The slab holds dBias of 64 keys by `kMaxSlabTiles` query tiles in fp32 for the life of the CTA.
 template <int D, bool kExact>
 struct BackwardLayout {
     static constexpr int kTileBytes = kTile * D * 2;
-    static constexpr int kRowBytes = kTile * 2 * 4;  // log-sum-exp and delta of 64 queries
-    static constexpr int kRingBytes = 2 * kTileBytes + kRowBytes;
+    static constexpr int kPairBytes = kPair * kTileBytes;
+    static constexpr int kStageBytes = 2 * kPairBytes;  // Q and dO of a pair; also dK and dV of one slice in fp32
+    static constexpr int kRowBytes = kTile * 2 * 4;     // log-sum-exp and delta of 64 queries
     static constexpr int kDsBytes = kTile * kTile * 2;  // dS^T in bf16, later the fp32 dQ tile (64 x D x 4 bytes fits)
     static constexpr int kSlabTileBytes = kTile * kTile * 4;
-    static constexpr int kDs = 0;
-    static constexpr int kDsLow = kDs + kBwdConsumers * 2 * kDsBytes;
-    static constexpr int kK = kDsLow + (kExact ? kBwdConsumers * kDsBytes : 0);
-    static constexpr int kV = kK + kKSlots * kTileBytes;
-    static constexpr int kRing = kV + kVSlots * kTileBytes;
-    static constexpr int kRows = kRing + kBwdConsumers * kRingStages * 2 * kTileBytes;
-    static constexpr int kBarriers = kRows + kBwdConsumers * kRingStages * kRowBytes;
+    // Places for dS and dQ a consumer and slice. At D = 32 a second one would leave too little for the slab: four query tiles in place of six.
+    static constexpr int kDsStages = D == 16 && !kExact ? 2 : 1;
+    static constexpr int kDs = 0;  // [consumer][stage][slice]
+    static constexpr int kDsLow = kDs + kBwdConsumers * kDsStages * kPair * kDsBytes;
+    static constexpr int kK = kDsLow + (kExact ? kBwdConsumers * kPair * kDsBytes : 0);
+    static constexpr int kV = kK + kBwdConsumers * kPairBytes;
+    static constexpr int kRing = kV + kBwdConsumers * kPairBytes;
+    static constexpr int kRows = kRing + kBwdConsumers * kRingStages * kStageBytes;
+    static constexpr int kBarriers = kRows + kBwdConsumers * kPair * kRowBytes;
     static constexpr int kSlab = kBarriers + kBwdBarrierBytes;
     static constexpr int kMaxSlabTiles = (kMaxSmem - kSlab) / kSlabTileBytes;
     static constexpr int kFixedBytes = kSlab;

@@ -24,12 +24,10 @@ __global__ void pack_bias_kernel(const T *bias, Packed *packed, int64_t nq, int6
         for (int e = 0; e < 4; e++) {
             int r = row + (e >> 1) * 8, c = j * 8 + col + (e & 1);
             int64_t qi = int64_t(qt) * 64 + (keys_first ? c : r), ki = int64_t(kt) * 64 + (keys_first ? r : c);
-            float x = 0.f;
-            if (ki >= nk)
-                x = kMasked;
-            else if (qi < nq)
-                x = fmaxf(to_float(base[qi * stride_q + ki * stride_k]) * factor, kMasked);  // -inf stays finite: 0 * -inf is NaN
-            values[e] = from_float<Packed>(x);
+            // Read in any case, so that all 32 reads of a thread are under way together.
+            T element = base[qi < nq && ki < nk ? qi * stride_q + ki * stride_k : 0];
+            float x = fmaxf(to_float(element) * factor, kMasked);  // -inf stays finite: 0 * -inf is NaN
+            values[e] = from_float<Packed>(ki >= nk ? kMasked : qi < nq ? x : 0.f);
         }
         // bf16: [4 chunks][128 threads][8]; fp32: [8 groups][128 threads][4]
         if constexpr (sizeof(Packed) == 2) {

@@ -16,6 +16,17 @@ __device__ __forceinline__ void barrier_expect(uint32_t bar, uint32_t bytes) {
 __device__ __forceinline__ void barrier_arrive(uint32_t bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(bar) : "memory");
 }
+// The arrival of a warp whose lanes are together (behind __syncwarp() or a wgmma wait): one lane speaks for all. compute-sanitizer's racecheck does not
+// see that and reports what the other lanes wrote; for it alone, TURBOPAIR_RACECHECK lets every lane arrive.
+#ifdef TURBOPAIR_RACECHECK
+constexpr int kWarpArrivals = 32;
+__device__ __forceinline__ void warp_arrive(uint32_t bar, int) { barrier_arrive(bar); }
+#else
+constexpr int kWarpArrivals = 1;
+__device__ __forceinline__ void warp_arrive(uint32_t bar, int lane) {
+    if (lane == 0) barrier_arrive(bar);
+}
+#endif
 __device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity) {
     asm volatile(
         "{\n.reg .pred p;\nWAIT:\n"
@@ -42,6 +53,12 @@ __device__ __forceinline__ void bulk_load(uint32_t dst, const void *src, uint32_
                  "r"(bar)
                  : "memory");
 }
+__device__ __forceinline__ void bulk_store(void *dst, uint32_t src, uint32_t bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(dst), "r"(src), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void bulk_add(float *dst, uint32_t src, uint32_t bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n" ::"l"(dst), "r"(src), "r"(bytes) : "memory");
+}
 __device__ __forceinline__ void prefetch_map(const CUtensorMap *map) {
     asm volatile("prefetch.tensormap [%0];\n" ::"l"(map) : "memory");
 }
@@ -58,8 +75,9 @@ struct RingPosition {
     }
 };
 
-// Host: tensor map of a [batch, slices, rows, heads, head_dim] bf16 tensor, boxes of `box_rows` rows of one head.
+// Host: tensor map of a [batch, slices, rows, heads, head_dim] bf16 tensor, boxes of `box_rows` rows of one head of
+// `box_slices` slices.
 int make_tensor_map(CUtensorMap *map, const void *base, int64_t head_dim, int64_t heads, int64_t rows, int64_t slices, int64_t batch, int64_t stride_h,
-                    int64_t stride_n, int64_t stride_i, int64_t stride_b, int box_rows);
+                    int64_t stride_n, int64_t stride_i, int64_t stride_b, int box_rows, int box_slices = 1);
 
 }  // namespace turbopair

@@ -286,11 +286,11 @@ __global__ __launch_bounds__(kThreads, 1) void forward_kernel(const __grid_const
     if (threadIdx.x == 0) {
         for (int i = 0; i < L::kStages; i++) {
             barrier_init(full + i * 8, 1);
-            barrier_init(empty + i * 8, kConsumers * 4);
+            barrier_init(empty + i * 8, kConsumers * 4 * kWarpArrivals);
         }
         for (int i = 0; i < L::kQStages; i++) {
             barrier_init(q_full + i * 8, 1);
-            barrier_init(q_empty + i * 8, kConsumers * 4);
+            barrier_init(q_empty + i * 8, kConsumers * 4 * kWarpArrivals);
         }
         barrier_init_fence();
     }
@@ -351,7 +351,7 @@ __global__ __launch_bounds__(kThreads, 1) void forward_kernel(const __grid_const
             pin(s);
             pin(rows.acc);
             __syncwarp();
-            if (kt > 0 && lane == 0) barrier_arrive(finished);
+            if (kt > 0) warp_arrive(finished, lane);
             finished = empty + ring.stage * 8;
             softmax_tile<D, kSplit, kHasMask>(s, rows, bias, mask, kt == 0, pr, rest);
             ring.advance(L::kStages);
@@ -372,8 +372,8 @@ __global__ __launch_bounds__(kThreads, 1) void forward_kernel(const __grid_const
         pin(s);
         pin(rows.acc);
         __syncwarp();
-        if (lane == 0) barrier_arrive(finished);
-        if (lane == 0) barrier_arrive(q_empty + q_ring.stage * 8);
+        warp_arrive(finished, lane);
+        warp_arrive(q_empty + q_ring.stage * 8, lane);
         q_ring.advance(L::kQStages);
         store_rows<D>(p, rows, item, slice, q_tile, base + L::kOut + warpgroup * 2 * L::kTileBytes, t, 1 + warpgroup);
     }

@@ -20,6 +20,19 @@ __device__ __forceinline__ void pin(float (&d)[N]) {
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// Gives accumulators that the next products overwrite no value at all: tied to their old one, they would occupy registers until then.
+template <int N>
+__device__ __forceinline__ void fresh(float (&d)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "=f"(d[i])::"memory");
+}
+
+// Hides a value from the compiler, which would compute everything that follows from it outside the loop and run out of registers for it.
+__device__ __forceinline__ uint32_t opaque(uint32_t x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 // Barrier of the 128 threads of one warpgroup; `id` names one of the CTA's sixteen hardware barriers.
 __device__ __forceinline__ void warpgroup_sync(int id) { asm volatile("bar.sync %0, 128;\n" ::"r"(id) : "memory"); }
 // Four 8 x 8 bf16 matrices from registers to shared memory; lane l addresses row l % 8 of matrix l / 8.

@@ -1,49 +1,81 @@
-"""A few small calls of every kernel, for compute-sanitizer: see sanitize.sh. Sizes with tails, every path, precision and mask kind."""
+"""Small calls of every kernel for compute-sanitizer (see sanitize.sh): tails, every path, precision, mask kind and hand-over."""
 
 import argparse
+import time
+from typing import NamedTuple
 
 import torch
 
 import turbopair
 
 
-def call(n: int, keys: int, slices: int, heads: int, dim: int, dtype: torch.dtype, mask: str, precision: str) -> None:
-    """Run forward and backward once on random inputs and check that everything is finite."""
-    generator = torch.Generator().manual_seed(n)
+class Case(NamedTuple):
+    """Sizes and kinds of one call, forward and backward."""
 
-    def normal(*shape: int) -> torch.Tensor:
+    n: int
+    keys: int
+    slices: int
+    dim: int
+    precision: str
+    dtype: torch.dtype = torch.bfloat16
+    bias_dtype: torch.dtype = torch.bfloat16
+    mask: str = "none"
+    heads: int = 2
+
+
+FP32 = torch.float32
+# Tensor cores. 449 queries are two query ranges, more than 64 keys several key tiles, an odd number of slices a pair without a partner.
+ESSENTIAL = [
+    Case(70, 70, 3, 32, "paper"),
+    Case(65, 130, 5, 16, "exact", mask="bool"),
+    Case(449, 70, 3, 32, "exact", heads=1, mask="additive", bias_dtype=FP32),
+    Case(449, 70, 5, 32, "paper", heads=1),
+    Case(577, 66, 3, 16, "paper", heads=1),
+    # The general path: fp32, or bf16 with more than 32 channels.
+    Case(70, 65, 2, 48, "paper", mask="bool"),
+    Case(65, 70, 2, 16, "paper", dtype=FP32, bias_dtype=FP32, mask="additive"),
+]
+MORE = [
+    *(Case(n, n, 2, dim, precision) for n in (1, 3, 64) for dim in (16, 32) for precision in ("paper", "exact")),
+    *(Case(200, 200, 3, dim, precision, mask="bool") for dim in (16, 32) for precision in turbopair.PRECISIONS),
+    Case(70, 130, 3, 24, "paper", mask="additive"),  # padded to 32
+    Case(65, 130, 3, 64, "exact", mask="additive"),
+    Case(200, 70, 2, 32, "paper", dtype=FP32, bias_dtype=FP32, mask="bool"),
+    Case(1000, 1000, 1, 32, "exact", heads=1, mask="bool"),  # K and V streamed in the forward
+]
+
+
+def call(case: Case) -> None:
+    """Run forward and backward once on random inputs and check that everything is finite."""
+    generator = torch.Generator().manual_seed(case.n)
+
+    def normal(*shape: int, dtype: torch.dtype = case.dtype) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to("cuda", dtype).requires_grad_()
 
-    q, k, v = normal(1, slices, n, heads, dim), normal(1, slices, keys, heads, dim), normal(1, slices, keys, heads, dim)
-    bias = normal(1, 1, heads, n, keys)
-    keep = (torch.rand(1, slices, 1, 1, keys, generator=generator) > 0.3).cuda()
+    rows, columns = (1, case.slices, case.n, case.heads, case.dim), (1, case.slices, case.keys, case.heads, case.dim)
+    q, k, v = normal(*rows), normal(*columns), normal(*columns)
+    bias = normal(1, 1, case.heads, case.n, case.keys, dtype=case.bias_dtype)
+    keep = torch.rand(1, case.slices, 1, 1, case.keys, generator=generator) > 0.3
     keep[:, 0] = False
-    masks = {"none": None, "bool": keep, "additive": torch.where(keep, 0.0, -1e9)}
-    out = turbopair.triangle_attention(q, k, v, bias, masks[mask], precision=precision)
-    results = (out, *torch.autograd.grad(out, (q, k, v, bias), torch.ones_like(out)))
-    # On the CPU: every kernel of PyTorch on the GPU would be instrumented as well.
+    masks = {"none": None, "bool": keep.cuda(), "additive": torch.where(keep, 0.0, -1e9).cuda()}
+    out = turbopair.triangle_attention(q, k, v, bias, masks[case.mask], precision=case.precision)
+    dout = torch.randn(out.shape, generator=generator).to("cuda", out.dtype)
+    results = (out, *torch.autograd.grad(out, (q, k, v, bias), dout))
+    # On the CPU: a check on the GPU would be more kernels of PyTorch.
     if not all(result.detach().cpu().isfinite().all() for result in results):
-        raise SystemExit(f"not finite: n={n} keys={keys} dim={dim} {dtype} mask={mask} {precision}")
+        raise SystemExit(f"not finite: {case}")
 
 
 def main() -> None:
-    """Run the cases; ``--quick`` keeps the smallest, for racecheck, which is slow."""
+    """Run the cases; ``--quick`` keeps the essential ones, for racecheck, which is slow."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
-    bf16, fp32 = torch.bfloat16, torch.float32
-    sizes = [(70, 70, 3)] if quick else [(1, 1, 1), (3, 2, 2), (64, 64, 2), (70, 70, 3), (65, 130, 3), (200, 200, 2)]
-    others = [(24, bf16, "additive"), (48, bf16, "bool"), (16, fp32, "none"), (32, fp32, "bool"), (64, fp32, "additive")]
-    for n, keys, slices in sizes:
-        for dim in (16, 32):
-            for precision in turbopair.PRECISIONS:
-                call(n, keys, slices, 2, dim, bf16, "bool" if precision == "exact" else "none", precision)
-        for dim, dtype, mask in others:
-            call(n, keys, slices, 2, dim, dtype, mask, turbopair.DEFAULT_PRECISION)
-    if not quick:
-        call(1000, 1000, 1, 1, 32, bf16, "bool", "exact")  # K and V streamed
+    cases = ESSENTIAL if parser.parse_args().quick else ESSENTIAL + MORE
+    start = time.monotonic()
+    for case in cases:
+        call(case)
     torch.cuda.synchronize()
-    print("all cases ran")
+    print(f"{len(cases)} cases ran in {time.monotonic() - start:.0f} s")
 
 
 if __name__ == "__main__":

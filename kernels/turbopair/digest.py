@@ -1,4 +1,4 @@
-"""Digest of the kernel sources, and the description that lies beside a built library. Standard library only.
+"""Digests of the kernel sources, and the description that lies beside a built library. Standard library only.
 
 Used by the package at run time and by the CMake build as a script::
 
@@ -14,6 +14,9 @@ from pathlib import Path
 SOURCE_SUFFIXES = frozenset({".cu", ".cuh", ".h", ".hpp", ".inc"})
 FLAGS_FILE = "nvcc_flags.txt"
 """Compiler flags, beside the folder of the sources: other flags are another kernel."""
+
+TRITON_SOURCES = ("triangle_multiplication/cuda.py", "triangle_multiplication/*_kernels.py")
+"""The kernels that Triton compiles at run time and the launches that decide their parameters, below the package."""
 
 
 def source_digest(csrc: Path) -> str:
@@ -31,6 +34,18 @@ def source_digest(csrc: Path) -> str:
     total = hashlib.sha256()
     for name, path in files:
         total.update(f"{name}\0{file_digest(path)}\n".encode())
+    return total.hexdigest()
+
+
+def kernel_digest(library: str, package: Path) -> str:
+    """Return the hex SHA-256 over the source digest of the library and names and contents of the Triton sources in ``package``.
+
+    They are not compiled into the library, but shipped with the package: the same function serves a checkout and a wheel.
+    """
+    total = hashlib.sha256(f"library\0{library}\n".encode())
+    for pattern in TRITON_SOURCES:
+        for path in sorted(package.glob(pattern)):
+            total.update(f"{path.relative_to(package).as_posix()}\0{file_digest(path)}\n".encode())
     return total.hexdigest()
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from turbopair import digest
 from turbopair.digest import file_digest, source_digest
 
 ABI_VERSION = 1
@@ -30,7 +31,7 @@ _usable: set[int] = set()
 
 
 class NativeUnavailable(NotImplementedError):
-    """The kernel library cannot be used; the message says why and what to do, ``__cause__`` keeps the original exception."""
+    """The kernels cannot be used here; the message says why and what to do, ``__cause__`` keeps the original exception."""
 
 
 def sources() -> Path | None:
@@ -41,7 +42,16 @@ def sources() -> Path | None:
 
 @functools.cache
 def kernel_digest() -> str:
-    """Return the hex SHA-256 of the kernel sources: of the checkout's files, or as recorded when the package was built.
+    """Return the hex SHA-256 of all kernel sources: those of the library and those that Triton compiles at run time.
+
+    Raises:
+        NativeUnavailable: as :func:`library_digest`.
+    """
+    return digest.kernel_digest(library_digest(), _PACKAGE)
+
+
+def library_digest() -> str:
+    """Return the source digest that a kernel library must have: of the checkout's files, or as recorded when the package was built.
 
     Raises:
         NativeUnavailable: neither the sources nor the record are there (a damaged installation).

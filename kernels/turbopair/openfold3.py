@@ -1,4 +1,4 @@
-"""turbopair in OpenFold3, without a fork: the triangle attentions of an existing model are computed by its kernels.
+"""turbopair in OpenFold3, without a fork: the triangle operations of an existing model are computed by its kernels.
 
     import turbopair.openfold3
 
@@ -7,17 +7,19 @@
     print(installation)                                   # how many sites are served, and why others are not
     installation.remove()                                 # or: with turbopair.openfold3.install(model): ...
 
-Every `TriangleAttention` (template, MSA and pairformer stacks, confidence head) gets a subclass as its class, which overrides
-`forward` and nothing else. Parameters, their names, the state dict, optimizers, EMA, DDP and activation checkpointing do not
-notice; it does not matter whether the model is wrapped in DDP before or after. Copies and pickles of the model stay served.
+Every `TriangleAttention`, `TriangleMultiplicationOutgoing` and `TriangleMultiplicationIncoming` (template, MSA and pairformer
+stacks, confidence head) gets a subclass as its class, which overrides `forward` and nothing else. Parameters, their names, the
+state dict, optimizers, EMA, DDP and activation checkpointing do not notice; it does not matter whether the model is wrapped in DDP
+before or after. Copies and pickles of the model stay served. `attention=False` or `multiplication=False` leaves one kind alone.
 
 A site works in the dtypes that OpenFold3 gives it: bf16 under bf16 autocast, the confidence head in fp32. OpenFold3's settings for
-other attention backends do not count at served sites. `chunk_size` at inference bounds memory as it does in OpenFold3. On a CPU
-the emulation of the kernels runs, correct and slow.
+other backends do not count at served sites. At inference `chunk_size` bounds the memory of an attention as it does in OpenFold3, and
+a multiplication adds into the pair representation in place where OpenFold3 asks for that; inside, it holds about five times the pair
+representation, where OpenFold3's own inference form works in chunks and holds two and a half. On a CPU the emulation of the kernels
+runs, correct and slow.
 
-What turbopair cannot serve (a head dimension above 64, fp16, a GPU without built kernels) runs OpenFold3's own attention and is
-warned of once a reason; `strict=True` raises instead. Triangle multiplication is not part of this version: `install` leaves it as
-it is, and `report()` says so.
+What turbopair cannot serve (a head dimension above 64, fp16, a GPU without built kernels) runs OpenFold3's own code and is warned
+of once a reason; `strict=True` raises instead.
 
 For openfold3 0.5.0, which is imported by :func:`install`, not by this module.
 """
@@ -31,12 +33,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from turbopair.triangle_attention.contract import problem
-
 TESTED_VERSIONS = ("0.5.0",)
 """Versions of openfold3 that a model may come from: the layers' inner names are not its public interface."""
 
-NO_MULTIPLICATION = "turbopair has no triangle multiplication yet"
+ATTENTION, MULTIPLICATION = "triangle_attention", "triangle_multiplication"
 
 
 class NotServed(RuntimeError):
@@ -51,7 +51,7 @@ class Row(NamedTuple):
     operator: str
     """triangle_attention or triangle_multiplication."""
     served_by: str
-    """turbopair, or stock (OpenFold3's own code); at an attention not called yet, what is going to."""
+    """turbopair, or stock (OpenFold3's own code); at a site not called yet, what is going to."""
     reason: str | None
     """Why not, or not always, by turbopair."""
     calls: int
@@ -76,7 +76,7 @@ class Settings:
             raise NotServed(f"turbopair cannot serve {names}: {reason}")
         if reason not in self.said:
             self.said.add(reason)
-            text = f"turbopair does not serve {names}, OpenFold3's own attention runs: {reason} (said once; report() has every site)"
+            text = f"turbopair does not serve {names}, OpenFold3's own code runs: {reason} (said once; report() has every site)"
             warnings.warn(text, stacklevel=3)
 
 
@@ -85,18 +85,19 @@ _Conditions = tuple[torch.device, torch.dtype, torch.dtype | None, torch.dtype |
 
 @dataclass
 class Site:
-    """One triangle attention: its module path, and what was asked and done there. A copy (deepcopy, pickle) starts from zero."""
+    """One served module: its path and operator, and what was asked and done there. A copy (deepcopy, pickle) starts from zero."""
 
     name: str
+    operator: str
     settings: Settings
     calls: int = 0
     stock_calls: int = 0
     answers: dict[_Conditions, str | None] = field(default_factory=dict)
-    """Why calls with x on this device and of this dtype, this dtype of the mask and this autocast are not served; None if they are."""
+    """Why calls on this device, with these dtypes of pair representation, mask and autocast, are not served; None if they are."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The answers hold for this process and its devices only.
-        return Site, (self.name, self.settings)
+        return Site, (self.name, self.operator, self.settings)
 
 
 class Installation:
@@ -114,7 +115,7 @@ class Installation:
             reasons = [reason for reason in site.answers.values() if reason is not None]
             served_by = "stock" if site.stock_calls and not site.calls else "turbopair"
             reason = "; ".join(dict.fromkeys(reasons)) or None
-            rows.append(Row(site.name, "triangle_attention", served_by, reason, site.calls, site.stock_calls))
+            rows.append(Row(site.name, site.operator, served_by, reason, site.calls, site.stock_calls))
         return sorted(rows, key=lambda row: self._order[row.site])
 
     def remove(self) -> None:
@@ -134,10 +135,12 @@ class Installation:
 
     def __str__(self) -> str:
         rows = self.report()
-        attentions = [row for row in rows if row.operator == "triangle_attention"]
-        served = [row for row in attentions if row.served_by == "turbopair"]
-        calls = sum(row.calls for row in attentions)
-        lines = [f"turbopair serves {len(served)} of {len(attentions)} triangle attentions ({calls} calls so far)"]
+        lines = []
+        for operator in (ATTENTION, MULTIPLICATION):
+            sites_of = [row for row in rows if row.operator == operator]
+            served = sum(row.served_by == "turbopair" for row in sites_of)
+            calls = sum(row.calls for row in sites_of)
+            lines.append(f"turbopair serves {served} of {len(sites_of)} {operator.replace('_', ' ')}s ({calls} calls so far)")
         reasons: dict[str, list[str]] = {}
         for row in rows:
             if row.reason is not None:
@@ -146,78 +149,73 @@ class Installation:
         return "\n".join(lines)
 
 
-def install(model: nn.Module, strict: bool = False, precision: str | None = None) -> Installation:
-    """Have turbopair compute every triangle attention of an OpenFold3 model, and return the handle that reports and removes.
+def install(
+    model: nn.Module, *, attention: bool = True, multiplication: bool = True, strict: bool = False, precision: str | None = None
+) -> Installation:
+    """Have turbopair compute the triangle operations of an OpenFold3 model, and return the handle that reports and removes.
 
     Args:
         model: an openfold3 0.5.0 model, its LightningModule, a DDP wrapper, or any module that holds its layers.
+        attention, multiplication: whether to serve the triangle attentions, the triangle multiplications.
         strict: raise where turbopair cannot serve, here or in a later call, instead of warning and running OpenFold3's own.
-        precision: of bf16 sites, a name in :data:`turbopair.PRECISIONS`; None means :data:`turbopair.DEFAULT_PRECISION`.
+        precision: of bf16 attentions, a name in :data:`turbopair.PRECISIONS`; None means :data:`turbopair.DEFAULT_PRECISION`.
 
     Raises:
         ImportError: openfold3 is missing, or its version is not in :data:`TESTED_VERSIONS`.
-        ValueError: no triangle attention in `model`; an unknown precision; turbopair is installed in `model` already (remove that
-            installation first, or :func:`uninstall`, so that each handle speaks of its own settings and calls).
+        ValueError: nothing asked for, or none of it in `model`; an unknown precision; turbopair is installed in `model` already
+            (remove that installation first, or :func:`uninstall`, so that each handle speaks of its own settings and calls).
         NotServed: `strict`, and a site cannot be served. The model is unchanged.
     """
     layers = _layers()
-    from openfold3.core.model.layers.triangular_multiplicative_update import BaseTriangleMultiplicativeUpdate
-
+    asked = {ATTENTION: attention, MULTIPLICATION: multiplication}
+    if not any(asked.values()):
+        raise ValueError("neither attention nor multiplication is asked for; give at least one of them as True")
     served: dict[str, Any] = {}
     left: list[Row] = []
+    refused: dict[str, list[str]] = {}
     order: list[str] = []
     for name, module in model.named_modules():
-        if isinstance(module, layers.TurbopairTriangleAttention):
+        if isinstance(module, layers.Served):
             raise ValueError(f"turbopair is installed in this model already ({name or 'its root'}); remove that first: remove, uninstall")
-        if isinstance(module, layers.TriangleAttention):
-            reason = _never(module, layers, precision)
-            if reason is None:
-                served[name] = module
-            else:
-                left.append(Row(name, "triangle_attention", "stock", reason, 0, None))
-        elif isinstance(module, BaseTriangleMultiplicativeUpdate):
-            left.append(Row(name, "triangle_multiplication", "stock", NO_MULTIPLICATION, 0, None))
-        else:
+        operator = layers.operator_of(module)
+        if operator is None:
             continue
         order.append(name)
-    refused = [row for row in left if row.operator == "triangle_attention"]
+        if not asked[operator]:
+            left.append(Row(name, operator, "stock", f"not asked for: {operator.removeprefix('triangle_')}=False", 0, None))
+        elif (reason := layers.never(module, precision)) is not None:
+            left.append(Row(name, operator, "stock", reason, 0, None))
+            refused.setdefault(reason, []).append(name)
+        else:
+            served[name] = module
     if not served and not refused:
-        raise ValueError(f"this {type(model).__name__} has no TriangleAttention of openfold3; give an OpenFold3 model or part")
+        wanted = " or ".join(layers.WANTED[operator] for operator in asked if asked[operator])
+        raise ValueError(f"this {type(model).__name__} has no {wanted} of openfold3; give an OpenFold3 model or part")
     settings = Settings(precision, strict)
-    for reason in dict.fromkeys(str(row.reason) for row in refused):
-        settings.refuse([row.site for row in refused if row.reason == reason], reason)
+    for reason, sites in refused.items():
+        settings.refuse(sites, reason)
     for name, module in served.items():
-        module.__class__ = layers.TurbopairTriangleAttention
-        module._turbopair = Site(name, settings)
+        operator = layers.operator_of(module)
+        module.__class__ = layers.SERVED[type(module)]
+        module._turbopair = Site(name, operator, settings)
     return Installation(list(served.values()), left, order)
 
 
 def uninstall(model: nn.Module) -> int:
     """Remove turbopair from every site of a model, a copy or an unpickled one say; returns from how many (0: it was not there)."""
     layers = _layers()
-    sites = [module for module in model.modules() if isinstance(module, layers.TurbopairTriangleAttention)]
+    sites = [module for module in model.modules() if isinstance(module, layers.Served)]
     for site in sites:
         _restore(site)
     return len(sites)
 
 
 def _restore(site: Any) -> None:
-    layers = _layers()
-    if type(site) is not layers.TurbopairTriangleAttention:
+    originals = {own: original for original, own in _layers().SERVED.items()}
+    if type(site) not in originals:
         raise RuntimeError(f"something else changed the class of {site._turbopair.name} to {type(site).__name__}; undo that first")
     del site._turbopair
-    site.__class__ = layers.TriangleAttention
-
-
-def _never(module: Any, layers: ModuleType, precision: str | None) -> str | None:
-    """Why no call of this triangle attention can be served, or None. Raises ValueError for an unknown precision."""
-    if type(module) is not layers.TriangleAttention:
-        return f"its class {type(module).__name__} is derived from TriangleAttention and may compute something else"
-    token = torch.empty((1, 1, 1, module.no_heads, module.c_hidden), dtype=torch.bfloat16, device="meta")
-    refusal = problem(token, token, token, token.new_empty((1, 1, module.no_heads, 1, 1)), precision=precision)
-    if refusal is None or isinstance(refusal, NotImplementedError):
-        return None if refusal is None else str(refusal)
-    raise refusal
+    site.__class__ = originals[type(site)]
 
 
 def _layers() -> ModuleType:

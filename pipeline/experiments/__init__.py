@@ -12,6 +12,7 @@ import torch
 
 import turbopair
 from pipeline import environment, implementations
+from pipeline.cells import EXPERIMENTS as NAMES
 from pipeline.cells import Cell
 from pipeline.implementations import NotInstalled, Unsupported
 from pipeline.records import Metric, Record, Status, now
@@ -28,7 +29,7 @@ def _experiment(name: str) -> Run:
     return run
 
 
-EXPERIMENTS: dict[str, Run] = {name: _experiment(name) for name in ("accuracy", "determinism", "ablation", "kernel_time", "step_time")}
+EXPERIMENTS: dict[str, Run] = {name: _experiment(name) for name in NAMES}
 
 
 def execute(cell: Cell, device: torch.device, attempt: int = 1) -> Record:
@@ -78,8 +79,8 @@ def _first_line(error: BaseException) -> str:
 def _version(cell: Cell) -> str | None:
     """Version of what was run, or None when it is not there; a step's back end belongs to the installed model."""
     try:
-        if cell.experiment == "step_time":
+        if cell.experiment in ("step_time", "stability"):
             return metadata.version("openfold3")
-        return implementations.get(cell.implementation).version()
+        return implementations.get(cell.implementation, cell.operator).version()
     except (LookupError, NotInstalled, metadata.PackageNotFoundError):
         return None

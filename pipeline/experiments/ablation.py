@@ -7,6 +7,7 @@ import torch
 from pipeline.cells import Cell
 from pipeline.experiments import accuracy, kernel_time, shared
 from pipeline.implementations import Unsupported
+from pipeline.tensors import TYPED
 
 
 def run(cell: Cell, device: torch.device) -> dict[str, float | int | bool | str]:
@@ -16,7 +17,7 @@ def run(cell: Cell, device: torch.device) -> dict[str, float | int | bool | str]
     bound = shared.bind(cell, device)
     results = shared.results(bound)
     errors = accuracy.compare(results, shared.reference_for(shared.case_of(cell), device))
-    metrics = accuracy.metrics(errors, results)
+    metrics = accuracy.metrics(errors, results, TYPED[cell.operator])
     accuracy.refuse_wrong(errors)
     del results
     both = {"both": kernel_time.steps(bound)["both"]}

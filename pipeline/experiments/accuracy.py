@@ -10,7 +10,7 @@ import torch
 
 from pipeline.cells import Cell
 from pipeline.experiments import shared
-from pipeline.implementations.base import RESULTS
+from pipeline.tensors import TYPED, WEIGHT, WEIGHTS
 
 #: Relative RMSE above which a result is called wrong, not inaccurate. Rounding stays below it: the largest seen is the
 #: dBias of OpenFold3's LMA, which exponentiates in bf16, on captured inputs (0.13 at N = 768, 4 slices); plain bf16
@@ -40,21 +40,22 @@ class Error:
 
 def run(cell: Cell, device: torch.device) -> dict[str, float | int | bool | str]:
     """Metrics of an accuracy cell: ``rmse.t``, ``rel_rmse.t``, ``max_err.t``, ``floor.t``, ``ratio.t`` (RMSE over floor)
-    and ``ref_rms.t`` for t in out, dq, dk, dv, dbias, and ``dtype.dbias``.
+    and ``ref_rms.t`` for each result t of the operator (:data:`pipeline.tensors.RESULTS`), and the dtype in which the
+    gradient of the bias (``dtype.dbias``) or of the weights (``dtype.dw``) came back.
 
     Raises :class:`WrongResult` for a result that is not finite, and for a reference gradient that is zero.
     """
     results = shared.results(shared.bind(cell, device))
-    return metrics(compare(results, shared.reference_for(shared.case_of(cell), device)), results)
+    return metrics(compare(results, shared.reference_for(shared.case_of(cell), device)), results, TYPED[cell.operator])
 
 
 def compare(results: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> dict[str, Error]:
     """The error of every result, both in canonical layout. Raises :class:`WrongResult`."""
-    return {name: error_of(name, results[name], reference[name]) for name in RESULTS}
+    return {name: error_of(name, results[name], true) for name, true in reference.items()}
 
 
-def metrics(errors: Mapping[str, Error], results: Mapping[str, torch.Tensor]) -> dict[str, float | int | bool | str]:
-    """The errors as flat metrics."""
+def metrics(errors: Mapping[str, Error], results: Mapping[str, torch.Tensor], typed: str) -> dict[str, float | int | bool | str]:
+    """The errors as flat metrics, and the dtype of the gradient ``typed`` (``dw``: of the weights)."""
     flat: dict[str, float | int | bool | str] = {}
     for name, error in errors.items():
         flat[f"rmse.{name}"] = error.rmse
@@ -63,7 +64,8 @@ def metrics(errors: Mapping[str, Error], results: Mapping[str, torch.Tensor]) ->
         flat[f"floor.{name}"] = error.floor
         flat[f"ratio.{name}"] = error.rmse / error.floor if error.floor else math.inf
         flat[f"ref_rms.{name}"] = error.reference_rms
-    flat["dtype.dbias"] = str(results["dbias"].dtype).removeprefix("torch.")
+    shown = [name for name in results if name.startswith(WEIGHT)] if typed == WEIGHTS else [typed]
+    flat[f"dtype.{typed}"] = "/".join(sorted({str(results[name].dtype).removeprefix("torch.") for name in shown}))
     return flat
 
 

@@ -7,14 +7,14 @@ import torch
 from pipeline.cells import Cell
 from pipeline.experiments import shared
 from pipeline.experiments.accuracy import WrongResult
-from pipeline.implementations.base import RESULTS
+from pipeline.tensors import RESULTS
 
 #: calls compared, unless the cell's option ``calls`` says otherwise; the paper's number
 CALLS = 5
 
 
 def run(cell: Cell, device: torch.device) -> dict[str, float | int | bool | str]:
-    """``calls``, and ``bitwise.t`` for t in out, dq, dk, dv, dbias: every call gave the bits of the first.
+    """``calls``, and ``bitwise.t`` for each result t of the operator: every call gave the bits of the first.
 
     Each call is a forward and a backward on the same inputs in one process; nothing is claimed across machines.
     """
@@ -22,14 +22,15 @@ def run(cell: Cell, device: torch.device) -> dict[str, float | int | bool | str]
     if calls < 2:
         raise ValueError(f"calls is {calls}; comparing needs at least 2")
     bound = shared.bind(cell, device)
+    names = RESULTS[cell.operator]
     first = shared.results(bound)
-    for name in RESULTS:
+    for name in names:
         if not torch.isfinite(first[name]).all():
             raise WrongResult(f"{name} is non-finite (NaN or infinite)")
-    same = dict.fromkeys(RESULTS, True)
+    same = dict.fromkeys(names, True)
     for _ in range(calls - 1):
         again = shared.results(bound)
-        for name in RESULTS:
+        for name in names:
             same[name] = same[name] and torch.equal(_bits(first[name]), _bits(again[name]))
     return {"calls": calls, **{f"bitwise.{name}": equal for name, equal in same.items()}}
 

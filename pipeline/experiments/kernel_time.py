@@ -1,4 +1,9 @@
-"""Kernel time: forward, backward and both, with host overhead, memory and clocks. A wrong result is not timed."""
+"""Kernel time: forward, backward and both, with host overhead, memory and clocks. A wrong result is not timed.
+
+The functions of a cell are sampled in rounds, one of each. Cells are computed one after another, each implementation in
+the process and with the failures of its own cell, so every round also samples a yardstick that is the same in all cells
+(:func:`pipeline.measure.yardstick`): what it shows between two cells is drift of the machine.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ REPEATS = 20
 
 
 def run(cell: Cell, device: torch.device) -> dict[str, float | int | bool | str]:
-    """``ms.{forward,forward_grad,backward,both}`` with ``.p10`` and ``.p90``, ``spread``, ``unstable``,
+    """``ms.{forward,forward_grad,backward,both}`` with ``.p10`` and ``.p90``, ``spread``, ``unstable``, ``ms.yardstick``,
     ``peak_bytes.{forward,both}``, ``host_us.{forward,backward}``, ``timer``, ``warmup_iters``, ``measured_iters``; on a
     GPU with NVML the clocks, power and throttle reasons during the samples.
 
@@ -30,11 +35,15 @@ def run(cell: Cell, device: torch.device) -> dict[str, float | int | bool | str]
     bound.clear()
     actions = steps(bound)
     clock = timer(cell, device)
+    yardstick = measure.yardstick(device)
     warm = {name: clock.warm_up(step) for name, step in actions.items()}
+    yardstick.run(None)
     with measure.ClockSampler(device) as sampler:
-        timings = clock.sample(actions)
+        timings = clock.sample({**actions, "yardstick": yardstick})
+    stick = {"ms.yardstick": timings.pop("yardstick").median}
     host = {f"host_us.{name}": measure.host_microseconds(actions[name], device, clock.repeats) for name in ("forward", "backward")}
-    return {**timing_metrics(timings, warm), **host, **_peaks(bound, device), **sampler.metrics(), "timer": clock.watch.name}
+    del yardstick  # its memory is not the implementation's
+    return {**timing_metrics(timings, warm), **stick, **host, **_peaks(bound, device), **sampler.metrics(), "timer": clock.watch.name}
 
 
 def steps(bound: Bound) -> dict[str, Step]:

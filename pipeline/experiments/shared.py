@@ -1,4 +1,4 @@
-"""What the experiments on the operator share: the inputs and the FP64 reference of a case, and running a peer once.
+"""What the experiments on the operators share: the inputs and the FP64 reference of a case, and running a peer once.
 
 Cells of one case lie side by side in a run, so the cache holds one case: its inputs, and its reference when asked for.
 """
@@ -6,39 +6,50 @@ Cells of one case lie side by side in a run, so the cache holds one case: its in
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 
-from pipeline import implementations, inputs
+from pipeline import implementations, inputs, pair_inputs, pair_reference
 from pipeline.cells import Cell
 from pipeline.implementations import Bound, Unsupported
-from pipeline.inputs import Case, Inputs
+from pipeline.inputs import Case
+from pipeline.pair_inputs import ModuleCase, MultiplicationCase
+from pipeline.tensors import ATTENTION, MODULE, MULTIPLICATION, RESULTS
 from turbopair.triangle_attention.reference import reference
 
+AnyCase = Case | MultiplicationCase | ModuleCase
+_CASES: dict[str, Any] = {ATTENTION: Case, MULTIPLICATION: MultiplicationCase, MODULE: ModuleCase}
 
-def case_of(cell: Cell) -> Case:
+
+def case_of(cell: Cell) -> AnyCase:
     """The input case of a cell."""
-    return Case.of(cell)
+    case: AnyCase = _CASES[cell.operator].of(cell)
+    return case
 
 
 @lru_cache(maxsize=1)
-def inputs_for(case: Case, device: torch.device) -> Inputs:
+def inputs_for(case: AnyCase, device: torch.device) -> Any:
     """The inputs of a case on a device; the last case is kept."""
-    return inputs.make(case, device)
+    return inputs.make(case, device) if isinstance(case, Case) else pair_inputs.make(case, device)
 
 
 @lru_cache(maxsize=1)
-def reference_for(case: Case, device: torch.device) -> dict[str, torch.Tensor]:
-    """out, dq, dk, dv ``[I, N, H, D]`` and dbias ``[H, N, N]`` in FP64, on the device; the last case is kept."""
+def reference_for(case: AnyCase, device: torch.device) -> dict[str, torch.Tensor]:
+    """Every result of the operator in FP64 and canonical layout, on the device; the last case is kept."""
     given = inputs_for(case, device)
+    if isinstance(case, MultiplicationCase):
+        return pair_reference.multiplication(given)
+    if isinstance(case, ModuleCase):
+        return pair_reference.attention_module(given)
     mask = None if given.mask is None else given.mask[None]
     result = reference(given.q[None], given.k[None], given.v[None], given.bias[None], mask, given.scale, given.dout[None])
-    return {name: result[name][0] for name in implementations.base.RESULTS}
+    return {name: result[name][0] for name in RESULTS[ATTENTION]}
 
 
 def bind(cell: Cell, device: torch.device) -> Bound:
     """The cell's implementation, bound to the inputs of its case. Raises Unsupported or NotInstalled with the reason."""
-    implementation = implementations.get(cell.implementation)
+    implementation = implementations.get(cell.implementation, cell.operator)
     case = case_of(cell)
     reason = implementation.supports(case, device)
     if reason is not None:

@@ -1,17 +1,21 @@
-"""Time of one optimizer step of OpenFold3's real model on a real batch, by attention backend, from one process to many.
+"""Time of one optimizer step of OpenFold3's real model on a real batch, by pair-stack backend, from one process to many.
 
 Options of a cell: `nodes`, `ranks_per_node`, `warmup_steps`, `steps`, `size` ("full" or "reduced"), `recycles` (fixed, so that
-steps compare), and optionally `tf32` (on a GPU; default true: cuEquivariance's fp32 backward needs it, so all backends get it),
-`msa_rows` (default all, 32 when reduced), `timeout_s` (of a collective). A cell of several ranks is started once a rank,
-with torchrun's environment.
+steps compare), and optionally `phase_steps` (on a GPU; steps in which the phases are timed, default 3), `tf32` (on a GPU; default
+true: cuEquivariance's fp32 backward needs it, so all backends get it), `msa_rows` (default all, 32 when reduced), `timeout_s` (of a
+collective). A cell of several ranks is started once a rank, with torchrun's environment.
+
+A process may compute many cells: weights are drawn once, every cell gets a copy, and what a cell held is released at its end.
 
 A crop smaller than a stored batch is a window of that batch (see `pipeline.openfold.batches`); all ranks train on the same
 batch with different noise. Weights are random, with zero-initialised ones filled.
 """
 
+import gc
 import resource
 import statistics
 import sys
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +25,6 @@ from pipeline.implementations import NotInstalled, Unsupported
 from pipeline.openfold import batches, busy, model
 from pipeline.openfold import ranks as processes
 from pipeline.openfold.step import Outcome, TrainingStep, checksum
-from turbopair.openfold3 import Installation
 
 if TYPE_CHECKING:
     from pipeline.openfold.ranks import Ranks
@@ -30,17 +33,21 @@ Metric = float | int | bool | str
 
 # phases on a GPU are timed in steps of their own: waiting for the GPU at each phase lengthens the step
 _GPU_PHASE_STEPS = 3
+# kernels of no known group are named in the record if they take this share of the busy time
+_NAMED_SHARE = 0.005
 
 
 def run(cell: Cell, device: torch.device) -> dict[str, Metric]:
     """Metrics of one cell, the same on every rank (rank 0 is the one to record).
 
     Times are in seconds, medians over the measured steps: `s.wall` of the slowest rank with `wall.p10`, `wall.p90` and, with
-    several ranks, `wall.rank<r>`; `s.<phase>` of rank 0, which add up to a step; `forward.<part>` inside the forward phase;
-    on a GPU `s.gpu_busy` (union of kernel and copy intervals without communication) and `gpu_communication`.
+    several ranks, `wall.rank<r>`; `s.<phase>` of rank 0, which add up to a step; `forward.<part>` and `backward.recompute` inside the
+    phase of that name; `first_step`, with everything that compiles or tunes. On a GPU, from one profiled step: `s.gpu_busy` (union of
+    kernel and copy intervals without communication, of the slowest rank; `gpu_busy.rank<r>`), `gpu.<part>` of it (see
+    `pipeline.openfold.busy`) and `gpu_communication` of rank 0, `gpu.unknown` (names of kernels in the part other).
     Also `loss` and `grad_norm` (last measured step, rank 0), `peak_bytes` (largest of the ranks; allocated during the measured
-    steps on a GPU, resident during the whole life of the process on a CPU), `dtype.*` as they were at a triangle attention,
-    `backend_calls` (in one step).
+    steps on a GPU, resident during the whole life of the process on a CPU), `bytes_before` (on a GPU: allocated when the cell began),
+    `dtype.*` as they were at a triangle attention, `backend_calls` (in one step).
 
     Raises NotInstalled or Unsupported with the reason; StepFailed, on every rank, when any rank fails or has a loss or gradient
     that is not finite.
@@ -50,7 +57,26 @@ def run(cell: Cell, device: torch.device) -> dict[str, Metric]:
             f"the cell needs {cell.ranks} ranks and this is one of {processes.world_size()}; start one process a rank"
             " with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set, as torchrun does"
         )
+    release(device)
+    try:
+        return _run(cell, device)
+    except Exception as error:
+        traceback.clear_frames(error.__traceback__)  # a model must not live on in the frames of what went wrong
+        raise
+    finally:
+        release(device)
+
+
+def release(device: torch.device) -> None:
+    """Give back what nothing refers to any more; a model and its training step refer to each other, so it takes the collector."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _run(cell: Cell, device: torch.device) -> dict[str, Metric]:
     tf32 = device.type == "cuda" and bool(cell.options.get("tf32", True))
+    held = {"bytes_before": torch.cuda.memory_allocated()} if device.type == "cuda" else {}
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     try:
@@ -58,7 +84,7 @@ def run(cell: Cell, device: torch.device) -> dict[str, Metric]:
             _check_usable(cell, ranks)
             backend = model.find_backend(cell.implementation)
             step, installation, shape = _together(ranks, lambda: _prepare(cell, backend, ranks))
-            return {**_measure(cell, backend, step, installation, ranks), **shape, "tf32": tf32, "ranks": ranks.world}
+            return {**_measure(cell, backend, step, installation, ranks), **shape, **held, "tf32": tf32, "ranks": ranks.world}
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -102,14 +128,14 @@ def _together(ranks: "Ranks", work: Any) -> Any:
     return result
 
 
-def _prepare(cell: Cell, backend: model.Backend, ranks: "Ranks") -> tuple[TrainingStep, Installation | None, dict[str, Metric]]:
+def _prepare(cell: Cell, backend: model.Backend, ranks: "Ranks") -> tuple[TrainingStep, model.Plugged | None, dict[str, Metric]]:
     size = str(cell.options.get("size", "full"))
     recycles = int(cell.options.get("recycles", 1))
-    module = model.build(model.configure(backend, size, cell.n, cell.seed), cell.seed)  # type: ignore[arg-type]
+    module = model.fresh(backend, size, cell.n, cell.seed)  # type: ignore[arg-type]
     model.fix_recycles(module.model, recycles)
     if backend.attention_only:
         model.keep_stock_multiplication(module.model)
-    installation = model.plug(module.model) if backend.plugged else None
+    installation = None if backend.plug is None else backend.plug(module.model)
     stored = batches.for_tokens(cell.n)
     rows = cell.options.get("msa_rows", 32 if size == "reduced" else None)
     batch = batches.crop(batches.read(stored.name), cell.n, cell.seed, None if rows is None else int(rows))
@@ -128,36 +154,35 @@ def _prepare(cell: Cell, backend: model.Backend, ranks: "Ranks") -> tuple[Traini
 
 
 def _measure(
-    cell: Cell, backend: model.Backend, step: TrainingStep, installation: Installation | None, ranks: "Ranks"
+    cell: Cell, backend: model.Backend, step: TrainingStep, installation: model.Plugged | None, ranks: "Ranks"
 ) -> dict[str, Metric]:
     warmup, measured = int(cell.options.get("warmup_steps", 1)), int(cell.options.get("steps", 2))
     if warmup < 1 or measured < 1:
         raise ValueError(f"at least one warm-up and one measured step are needed; given {warmup} and {measured}")
     cuda = ranks.device.type == "cuda"
     with model.counting_calls(backend) as calls, model.recording_dtypes(step.model) as dtypes:
-        step()
+        first = step()
     if not calls[0]:
         raise RuntimeError(f"the {backend.name} backend served no attention of the step: another took its place")
     if installation is not None and (sites := model.not_served(installation)):
-        raise RuntimeError(f"{backend.name} did not serve every triangle attention of the step: {', '.join(sites)}")
+        raise RuntimeError(f"{backend.name} did not serve every triangle operation of the step: {', '.join(sites)}")
     for _ in range(warmup - 1):
         step()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     outcomes = [step() for _ in range(measured)]
     peak = torch.cuda.max_memory_allocated() if cuda else _resident_peak()
-    phased = [step(synchronise=True) for _ in range(_GPU_PHASE_STEPS)] if cuda else outcomes
-    metrics: dict[str, Metric] = {}
-    if cuda:
-        work = busy.measure(step)
-        metrics |= {"s.gpu_busy": work.compute, "gpu_communication": work.communication, "gpu_events": work.events}
+    phase_steps = int(cell.options.get("phase_steps", _GPU_PHASE_STEPS))
+    phased = [step(synchronise=True) for _ in range(phase_steps)] if cuda else outcomes
+    gpu = _gpu(step, ranks) if cuda else {}
     ranks.check_equal("sums over the weights after the last step", checksum(step.model))
     walls = ranks.gather([outcome.wall for outcome in outcomes])
     last = ranks.gather((outcomes[-1].loss, outcomes[-1].grad_norm))[0]
     return {
         **_wall(walls),
         **_phases(ranks.gather(_medians(phased))[0]),
-        **metrics,
+        **gpu,
+        "first_step": max(ranks.gather(first.wall)),
         "loss": last[0],
         "grad_norm": last[1],
         "peak_bytes": max(ranks.gather(peak)),
@@ -179,7 +204,21 @@ def _wall(walls: list[list[float]]) -> dict[str, Metric]:
     return result
 
 
+def _gpu(step: TrainingStep, ranks: "Ranks") -> dict[str, Metric]:
+    """One profiled step: how long the GPUs worked, and on what."""
+    work, unknown = busy.measure(step)
+    each = ranks.gather(work.compute)
+    metrics: dict[str, Metric] = {"s.gpu_busy": max(each), "gpu_communication": work.communication, "gpu_events": work.events}
+    metrics |= {f"gpu.{part}": seconds for part, seconds in work.parts.items()}
+    if ranks.world > 1:
+        metrics |= {f"gpu_busy.rank{rank}": seconds for rank, seconds in enumerate(each)}
+    named = [f"{name[:80]} {seconds:.4f}" for name, seconds in unknown.items() if seconds > _NAMED_SHARE * work.compute]
+    return {**metrics, "gpu.unknown": "; ".join(named)} if named else metrics
+
+
 def _medians(outcomes: list[Outcome]) -> dict[str, float]:
+    if not outcomes:
+        return {}
     return {name: statistics.median(outcome.seconds[name] for outcome in outcomes) for name in outcomes[0].seconds}
 
 

@@ -1,7 +1,8 @@
-"""The implementations that are compared: one small file a peer, found by name.
+"""The implementations that are compared: one small file a peer, found by operator and name.
 
-Adding a peer is adding one file here with a class under :func:`register` (see :class:`Implementation`). A peer that
-lives elsewhere is loaded from a module that the configuration names under ``plugins:``.
+Those of attention lie here, those of the other operators in the folders ``multiplication`` and ``module``. Adding a peer is
+adding one file with a class under :func:`register` (see :class:`Implementation`). A peer that lives elsewhere is loaded
+from a module that the configuration names under ``plugins:``.
 """
 
 from __future__ import annotations
@@ -18,26 +19,27 @@ from pipeline.implementations.base import (
     register,
     registered,
 )
+from pipeline.tensors import ATTENTION
 
 __all__ = ["Bound", "Implementation", "NotInstalled", "Unsupported", "get", "names", "register"]
 
 
-def names() -> list[str]:
-    """The name of every registered implementation, sorted."""
+def names(operator: str = ATTENTION) -> list[str]:
+    """The name of every registered implementation of an operator, sorted."""
     _load()
-    return sorted(registered)
+    return sorted(name for of, name in registered if of == operator)
 
 
-def get(name: str) -> Implementation:
-    """The implementation ``name``. Raises LookupError that lists the known names."""
+def get(name: str, operator: str = ATTENTION) -> Implementation:
+    """The implementation ``name`` of an operator. Raises LookupError that lists the known names."""
     _load()
-    if name not in registered:
-        raise LookupError(f"no implementation {name!r}; known are {', '.join(sorted(registered))}")
-    return registered[name]
+    if (operator, name) not in registered:
+        raise LookupError(f"no implementation {name!r} of {operator}; known are {', '.join(names(operator))}")
+    return registered[operator, name]
 
 
 @functools.cache
 def _load() -> None:
-    for module in pkgutil.iter_modules(__path__):
-        if module.name != "base":
-            importlib.import_module(f"{__name__}.{module.name}")
+    for module in pkgutil.walk_packages(__path__, f"{__name__}."):
+        if not module.name.endswith(".base"):
+            importlib.import_module(module.name)

@@ -6,23 +6,24 @@ import importlib
 import importlib.metadata
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from pipeline.inputs import Case, Inputs
 from pipeline.measure import quiet_profile
+from pipeline.tensors import ATTENTION
 
 Tensor = torch.Tensor
-#: native q, k, v, bias to the native output
-Call = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+#: native tensors, in the order of the leaves, to the native output
+Call = Callable[..., Tensor]
 #: OpenFold3's additive mask: 0 for a key that is attended, -1e9 for one that is not
 MASK_VALUE = -1e9
-GRADIENTS = ("dq", "dk", "dv", "dbias")
-RESULTS = ("out", *GRADIENTS)
+#: operators that an attention kernel does not call: a softmax or a batched product of PyTorch is its own computation
+FALLBACK = (("aten::softmax",), ("aten::_softmax",), ("aten::bmm",))
 
 
 class Unsupported(Exception):
@@ -39,23 +40,23 @@ class Bound:
 
     Conversions to and from the canonical layout happen when it is made and in :meth:`canonical`, outside any timing.
 
-    ``call`` takes native q, k, v and bias; ``restore`` maps a native q, k or v (or its gradient) to ``[I, N, H, D]``,
-    ``restore_out`` the native output, ``restore_bias`` the native bias to ``[H, N, N]``.
+    ``call`` takes the native tensors of ``inputs`` in their order, which get gradients under their names, and gives the
+    native output. ``parameters`` get gradients too and are used by ``call`` by themselves (those of a module). ``restore``
+    maps the native output and gradients, by name (``out``, and the names of both dictionaries), to the operator's results
+    (:data:`pipeline.tensors.RESULTS`) in canonical layout.
     """
 
     call: Call
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor
+    inputs: dict[str, Tensor]
     dout: Tensor
-    restore: Callable[[Tensor], Tensor]
-    restore_out: Callable[[Tensor], Tensor]
-    restore_bias: Callable[[Tensor], Tensor]
-    _leaves: tuple[Tensor, ...] = field(init=False)
+    restore: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)
+    leaves: dict[str, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._leaves = tuple(tensor.detach().requires_grad_() for tensor in (self.q, self.k, self.v, self.bias))
+        own = {name: tensor.detach().requires_grad_() for name, tensor in self.inputs.items()}
+        self._arguments = tuple(own.values())
+        self.leaves = {**own, **self.parameters}
 
     def forward(self, grad: bool) -> Tensor:
         """The native output. With ``grad`` it is attached to leaves whose gradients were cleared.
@@ -64,39 +65,41 @@ class Bound:
         """
         if not grad:
             with torch.no_grad():
-                return self.call(self.q, self.k, self.v, self.bias)
+                return self.call(*self.inputs.values())
         self.clear()
-        return self.call(*self._leaves)
+        return self.call(*self._arguments)
 
     def backward(self, out: Tensor) -> None:
-        """Fill the gradients of the native leaves from the native cotangent."""
+        """Fill the gradients of the leaves from the native cotangent."""
         out.backward(self.dout)
 
     def clear(self) -> None:
         """Drop the gradients."""
-        for leaf in self._leaves:
+        for leaf in self.leaves.values():
             leaf.grad = None
 
     def canonical(self, out: Tensor) -> dict[str, Tensor]:
-        """The output and, after :meth:`backward`, the four gradients, in canonical layout (views where possible).
+        """The output and, after :meth:`backward`, the gradients, in canonical layout (views where possible).
 
         Raises RuntimeError naming a gradient that the implementation did not give.
         """
-        result = {"out": self.restore_out(out.detach())}
-        for name, leaf in zip(GRADIENTS, self._leaves, strict=True):
+        native = {"out": out.detach()}
+        for name, leaf in self.leaves.items():
             if leaf.grad is None:
                 raise RuntimeError(f"the implementation gave no {name}")
-            result[name] = self.restore_bias(leaf.grad) if name == "dbias" else self.restore(leaf.grad)
-        return result
+            native[name] = leaf.grad
+        return self.restore(native)
 
 
 class Implementation(ABC):
-    """One way to compute triangle attention with its gradients.
+    """One way to compute an operator with its gradients.
 
-    A subclass sets ``name`` (registry and configuration), ``title`` (label in tables), ``distribution`` (the package
-    that holds it, None for PyTorch itself), and defines :meth:`supports` and :meth:`bind`.
+    A subclass sets ``operator`` (attention unless said otherwise), ``name`` (registry and configuration, once an operator),
+    ``title`` (label in tables), ``distribution`` (the package that holds it, None for PyTorch itself), and defines
+    :meth:`limits` and :meth:`bind`, which take the case and the inputs of its operator.
     """
 
+    operator: str = ATTENTION
     name: str
     title: str
     distribution: str | None = None
@@ -111,7 +114,7 @@ class Implementation(ABC):
         except importlib.metadata.PackageNotFoundError:
             raise NotInstalled(f"{self.distribution} is not installed (pip install {self.distribution})") from None
 
-    def supports(self, case: Case, device: torch.device) -> str | None:
+    def supports(self, case: Any, device: torch.device) -> str | None:
         """None when the case can run on ``device``, else the reason. Raises :class:`NotInstalled`."""
         self.version()
         if self.needs_gpu and device.type != "cuda":
@@ -119,11 +122,11 @@ class Implementation(ABC):
         return self.limits(case, device)
 
     @abstractmethod
-    def limits(self, case: Case, device: torch.device) -> str | None:
+    def limits(self, case: Any, device: torch.device) -> str | None:
         """The reason why this case is outside what the installed implementation documents, or None."""
 
     @abstractmethod
-    def bind(self, inputs: Inputs) -> Bound:
+    def bind(self, inputs: Any) -> Bound:
         """Bring the inputs into the native layout. Raises :class:`Unsupported` or :class:`NotInstalled`."""
 
     def module(self, name: str) -> ModuleType:
@@ -142,22 +145,24 @@ class Implementation(ABC):
             ) from error
 
 
-registered: dict[str, Implementation] = {}
+#: by operator and name
+registered: dict[tuple[str, str], Implementation] = {}
 _Class = TypeVar("_Class", bound=type[Implementation])
 
 
 def register(cls: _Class) -> _Class:
-    """Class decorator: make the implementation known under its name. A name can be taken once."""
+    """Class decorator: make the implementation known under its name. A name can be taken once an operator."""
     add(cls())
     return cls
 
 
 def add(implementation: Implementation) -> None:
-    """Make one implementation known under its name."""
-    known = registered.get(implementation.name)
+    """Make one implementation known under its operator and name."""
+    key = (implementation.operator, implementation.name)
+    known = registered.get(key)
     if known is not None and type(known).__qualname__ != type(implementation).__qualname__:
         raise ValueError(f"two implementations have the name {implementation.name!r}: {type(known)} and {type(implementation)}")
-    registered[implementation.name] = implementation
+    registered[key] = implementation
 
 
 def head_major(tensor: Tensor) -> Tensor:
@@ -173,6 +178,11 @@ def additive_mask(inputs: Inputs, dtype: torch.dtype, value: float = MASK_VALUE)
     return zero.masked_fill_(~inputs.mask, value)[None, :, None, None, :]
 
 
+def fp32_already(case: Case, other: str) -> str | None:
+    """Why a variant with an fp32 bias does not run a case: its bias is fp32, so that the variant would be ``other``."""
+    return f"the bias of this case is fp32 already: see {other}" if case.bias_dtype == "fp32" else None
+
+
 def bind_batched(inputs: Inputs, call: Call, *, heads_first: bool, out_heads_first: bool) -> Bound:
     """A :class:`Bound` for a peer that takes 5-D tensors with one batch: bias ``[1, 1, H, N, N]`` and q, k, v either
     ``[1, I, H, N, D]`` (``heads_first``) or ``[1, I, N, H, D]``; the output likewise by ``out_heads_first``."""
@@ -184,19 +194,42 @@ def bind_batched(inputs: Inputs, call: Call, *, heads_first: bool, out_heads_fir
         return tensor[0].transpose(-2, -3) if first else tensor[0]
 
     q, k, v = (native(tensor, heads_first) for tensor in (inputs.q, inputs.k, inputs.v))
-    return Bound(
-        call=call, q=q, k=k, v=v, bias=inputs.bias[None, None], dout=native(inputs.dout, out_heads_first),
+    return bind_attention(
+        call, q, k, v, inputs.bias[None, None], native(inputs.dout, out_heads_first),
         restore=lambda x: restore(x, heads_first), restore_out=lambda x: restore(x, out_heads_first), restore_bias=lambda x: x[0, 0],
     )  # fmt: skip
 
 
-def watch_fallback(peer: str, call: Callable[[], object]) -> None:
-    """Run ``call`` once and raise :class:`Unsupported` when it computed its softmax with PyTorch operators.
+def bind_attention(
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    dout: Tensor,
+    *,
+    restore: Callable[[Tensor], Tensor],
+    restore_out: Callable[[Tensor], Tensor],
+    restore_bias: Callable[[Tensor], Tensor],
+) -> Bound:
+    """A :class:`Bound` of native tensors of attention. ``restore`` maps a native q, k or v (or its gradient) to ``[I, N, H, D]``,
+    ``restore_out`` the native output, ``restore_bias`` the native bias to ``[H, N, N]``."""
+
+    def canonical(native: dict[str, Tensor]) -> dict[str, Tensor]:
+        result = {name: restore(native[name]) for name in ("dq", "dk", "dv")}
+        return {"out": restore_out(native["out"]), **result, "dbias": restore_bias(native["dbias"])}
+
+    return Bound(call=call, inputs={"dq": q, "dk": k, "dv": v, "dbias": bias}, dout=dout, restore=canonical)
+
+
+def watch_fallback(peer: str, call: Callable[[], object], signs: Collection[Collection[str]] = FALLBACK) -> None:
+    """Run ``call`` once and raise :class:`Unsupported` when it called every PyTorch operator of one of ``signs``.
 
     A peer that silently takes its PyTorch path would otherwise be timed under its own name.
     """
     with quiet_profile() as profile:
         call()
-    used = sorted({event.name for event in profile.events() if event.name in ("aten::softmax", "aten::_softmax", "aten::bmm")})
+    called = {event.name for event in profile.events()}
+    used = sorted({name for sign in signs if called.issuperset(sign) for name in sign})
     if used:
         raise Unsupported(f"{peer} fell back to PyTorch for this case (it called {', '.join(used)})")

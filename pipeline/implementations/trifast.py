@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.implementations.base import Bound, Implementation, Tensor, register
+from pipeline.implementations.base import Bound, Implementation, Tensor, bind_attention, register
 from pipeline.inputs import Case, Inputs
 
 
@@ -41,7 +41,7 @@ class TriFast(Implementation):
         def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
             return triangle_attention(q, k, v, bias, mask)
 
-        return Bound(
-            call=attention, q=native(inputs.q), k=native(inputs.k), v=native(inputs.v), bias=inputs.bias[None],
-            dout=native(inputs.dout), restore=restore, restore_out=restore, restore_bias=lambda x: x[0],
+        return bind_attention(
+            attention, native(inputs.q), native(inputs.k), native(inputs.v), inputs.bias[None], native(inputs.dout),
+            restore=restore, restore_out=restore, restore_bias=lambda x: x[0],
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The real OpenFold3 training module: which version, at what depth, with which attention backend, from which weights.
+"""The real OpenFold3 training module: which version, at what depth, with which backend of its pair stacks, from which weights.
 
 Written for openfold3 0.5.0; another version is refused, because the names used here are not its public interface.
 """
@@ -9,16 +9,18 @@ import importlib.metadata
 import importlib.util
 import random
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 
+from pipeline.openfold import flex
 from turbopair import native
-from turbopair.openfold3 import Installation, install
+from turbopair.openfold3 import Row, install
 
 VERSION = "0.5.0"
 
@@ -29,14 +31,30 @@ class OpenFold3Missing(ImportError):
     """OpenFold3, or a package that it needs, is not installed here; the message says which."""
 
 
+class Plugged(Protocol):
+    """What a plugged backend did to a model: its handle."""
+
+    def report(self) -> list[Row]:
+        """A row a triangle operation."""
+        ...
+
+    def remove(self) -> None:
+        """Undo it."""
+        ...
+
+
+Plug = Callable[[torch.nn.Module], Plugged]
+
+
 @dataclass(frozen=True)
 class Backend:
-    """A triangle-attention backend of OpenFold3: the memory setting which turns it on, and the function that then serves a site.
+    """A backend of OpenFold3's triangle operations: the memory setting which turns it on, and the function that then serves an attention.
 
     `function` is in `module`. `needs` are modules without which the setting raises or is ignored; `above` is the number of
     tokens up to which OpenFold3 silently uses PyTorch instead. OpenFold3 has one setting for cuEquivariance's attention and
-    multiplication; `attention_only` turns it off again for the multiplication. A `plugged` backend has no setting: `plug` puts
-    it into the model.
+    multiplication; `attention_only` turns it off again for the multiplication. A backend without a setting may have a `plug`,
+    which puts it into the model and raises where a site cannot be served, there or when it is called; `kernels` says that it needs
+    turbopair's kernel library on a GPU.
     """
 
     name: str
@@ -47,9 +65,16 @@ class Backend:
     gpu: bool = False
     above: int = 0
     attention_only: bool = False
-    plugged: bool = False
+    plug: Plug | None = None
+    kernels: bool = False
 
 
+def turbopair_plug(attention: bool = True, multiplication: bool = True, precision: str | None = None) -> Plug:
+    """The plug of turbopair: a site that it cannot serve raises, here or when it is called."""
+    return partial(install, attention=attention, multiplication=multiplication, strict=True, precision=precision)
+
+
+_TURBOPAIR = ("triangle_attention", "turbopair.openfold3_layers")
 _CUEQUIVARIANCE = ("use_cueq_triangle_kernels", "_cueq_triangle_attn")
 _CUEQUIVARIANCE_MODULES = ("cuequivariance_torch", "cuequivariance_ops_torch")
 
@@ -62,15 +87,11 @@ BACKENDS = {
         Backend("deepspeed", "use_deepspeed_evo_attention", "_deepspeed_evo_attn", needs=("deepspeed",), gpu=True, above=16),
         Backend("cuequivariance_attention", *_CUEQUIVARIANCE, needs=_CUEQUIVARIANCE_MODULES, gpu=True, above=100, attention_only=True),
         Backend("cuequivariance", *_CUEQUIVARIANCE, needs=_CUEQUIVARIANCE_MODULES, gpu=True, above=100),
-        Backend("turbopair_attention", None, "triangle_attention", "turbopair.openfold3_layers", plugged=True),
+        Backend("flex", None, "attend", "pipeline.openfold.flex", gpu=True, plug=flex.plug),
+        Backend("turbopair_attention", None, *_TURBOPAIR, plug=turbopair_plug(multiplication=False), kernels=True),
+        Backend("turbopair", None, *_TURBOPAIR, plug=turbopair_plug(), kernels=True),
     )
 }
-
-ABSENT = {
-    "turbopair": "turbopair has no triangle multiplication yet; turbopair_attention is its attention alone",
-    "flex": "FlexAttention has not been plugged into OpenFold3's sites; its kernel is measured in the other experiments",
-}
-"""Backends that the comparison should have and does not, and why."""
 
 
 def require() -> None:
@@ -97,11 +118,14 @@ def _import() -> Any:
 
 def find_backend(name: str) -> Backend:
     """The backend called `name`. Raises ValueError, with the reason, for another name."""
-    if name in ABSENT:
-        raise ValueError(f"the OpenFold3 step has no backend {name!r}: {ABSENT[name]}")
     if name not in BACKENDS:
         raise ValueError(f"the OpenFold3 step has no backend {name!r}; it has {', '.join(BACKENDS)}")
     return BACKENDS[name]
+
+
+def with_plug(backend: Backend, plug: Plug) -> Backend:
+    """The same backend, put into the model another way."""
+    return replace(backend, plug=plug)
 
 
 def missing(backend: Backend) -> str | None:
@@ -113,8 +137,8 @@ def missing(backend: Backend) -> str | None:
 def unsupported(backend: Backend, tokens: int, device: torch.device) -> str | None:
     """Why `backend` cannot serve a step of `tokens` tokens on `device`, or None."""
     if backend.gpu and device.type != "cuda":
-        return f"OpenFold3's {backend.name} backend needs a CUDA device; this is {device.type}"
-    if backend.plugged and device.type == "cuda":
+        return f"the {backend.name} backend of the OpenFold3 step needs a CUDA device; this is {device.type}"
+    if backend.kernels and device.type == "cuda":
         return native.unavailable_reason(device)
     if tokens <= backend.above:
         return f"OpenFold3 uses PyTorch instead of its {backend.name} backend up to {backend.above} tokens; asked for {tokens}"
@@ -133,10 +157,7 @@ def configure(backend: Backend, depth: Depth = "full", tokens: int = 384, seed: 
     entry, _ = _import()
     update = entry.ModelUpdate(presets=["train"], custom=_stage_settings(tokens))
     config = entry.OF3ProjectEntry().get_model_config_with_update(update)
-    memory = config.settings.memory.train
-    for other in BACKENDS.values():
-        if other.setting is not None:
-            memory[other.setting] = other.setting == backend.setting
+    _turn_on(backend, config.settings)
     if depth == "reduced":
         _reduce(config.architecture)
     if not checkpoint:
@@ -145,6 +166,13 @@ def configure(backend: Backend, depth: Depth = "full", tokens: int = 384, seed: 
     config.settings.manual_optimization.accumulate_grad_batches = 1
     config.architecture.shared.sync_seed = seed
     return config
+
+
+def _turn_on(backend: Backend, settings: Any) -> None:
+    memory = settings.memory.train
+    for other in BACKENDS.values():
+        if other.setting is not None:
+            memory[other.setting] = other.setting == backend.setting
 
 
 def _stage_settings(tokens: int) -> dict[str, Any]:
@@ -187,18 +215,59 @@ def _reduce(architecture: Any) -> None:
         atom_stack.no_blocks = 1
 
 
-def build(config: Any, seed: int = 0, fill: float = 0.1) -> Any:
+def build(config: Any, seed: int = 0, fill: float = 0.1, quick: bool = False) -> Any:
     """A freshly initialised `OpenFold3AllAtom` (a LightningModule) on the CPU, in training mode, with the same weights for the same seed.
 
     Zero-initialised weights are filled with N(0, `fill`/sqrt(fan_in)), see `fill_zero_initialised`; 0 leaves them zero.
-    The number of recycles is drawn anew each step until `fix_recycles` is called.
+    The number of recycles is drawn anew each step until `fix_recycles` is called. `quick` draws truncated normal weights from
+    torch's generator rather than scipy's: other numbers of the same distribution, for the full model in seconds instead of 40.
     """
     _, runner = _import()
     seed_rank(seed, 0)  # scipy draws some of the initial weights, through numpy's generator
-    module = runner.OpenFold3AllAtom(copy.deepcopy(config))
+    with _quick_initialisation() if quick else nullcontext():
+        module = runner.OpenFold3AllAtom(copy.deepcopy(config))
     if fill:
         fill_zero_initialised(module.model, fill, seed)
     return module.train()
+
+
+def fresh(backend: Backend, depth: Depth, tokens: int, seed: int) -> Any:
+    """A module for `backend` as `build` gives it, its own copy: weights are drawn once for cells that differ in the backend only."""
+    module = copy.deepcopy(_drawn(depth, tokens, seed))
+    _turn_on(backend, module.model.settings)
+    return module
+
+
+@lru_cache(maxsize=1)
+def _drawn(depth: Depth, tokens: int, seed: int) -> Any:
+    return build(configure(BACKENDS["pytorch"], depth, tokens, seed), seed, quick=True)
+
+
+class _TruncatedNormal:
+    """What OpenFold3's initialisation uses of scipy's `truncnorm`, drawn by torch."""
+
+    @staticmethod
+    def std(**standard: float) -> float:
+        """Standard deviation of the standard normal distribution between -2 and 2."""
+        return 0.8796256610342398
+
+    @staticmethod
+    def rvs(a: float, b: float, loc: float, scale: float, size: int) -> np.ndarray:
+        """Numbers from N(loc, scale^2) between a and b standard deviations."""
+        numbers = torch.nn.init.trunc_normal_(torch.empty(size), loc, scale, loc + a * scale, loc + b * scale)
+        return numbers.numpy()
+
+
+@contextmanager
+def _quick_initialisation() -> Iterator[None]:
+    from openfold3.core.model.primitives import initialization
+
+    original = initialization.truncnorm
+    initialization.truncnorm = _TruncatedNormal
+    try:
+        yield
+    finally:
+        initialization.truncnorm = original
 
 
 @torch.no_grad()
@@ -236,15 +305,10 @@ def fix_recycles(model: Any, recycles: int) -> None:
     model.synced_generator = _FixedRecycles(recycles)
 
 
-def plug(model: torch.nn.Module) -> Installation:
-    """Put turbopair into every triangle attention of `model`; a site that it cannot serve raises, here or when it is called."""
-    return install(model, strict=True)
-
-
-def not_served(installation: Installation) -> list[str]:
-    """The triangle attentions of a model with turbopair which it has not computed, or not always, in the calls so far."""
-    attentions = [row for row in installation.report() if row.operator == "triangle_attention"]
-    return [row.site for row in attentions if not row.calls or row.stock_calls != 0]
+def not_served(plugged: Plugged) -> list[str]:
+    """The sites given to a plugged backend which it has not computed, or not always, in the calls so far."""
+    given = [row for row in plugged.report() if row.stock_calls is not None]  # None: left alone, as asked
+    return [row.site for row in given if not row.calls or row.stock_calls != 0]
 
 
 def keep_stock_multiplication(model: torch.nn.Module) -> int:

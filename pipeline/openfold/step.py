@@ -23,7 +23,8 @@ import torch
 from pipeline.openfold import batches
 from pipeline.openfold.ranks import Ranks
 
-# the whole step is their sum; parts of the forward pass are named forward.<part>
+# the whole step is their sum; parts of the forward pass are named forward.<part>, and activations that the backward pass computes
+# once more, because checkpointing dropped them, are backward.recompute
 PHASES = ("data", "forward", "loss", "backward", "clipping", "agreement", "all_reduce", "optimizer", "metrics", "ema")
 _FORWARD_PARTS = {"trunk": "run_trunk", "rollout": "_rollout", "diffusion": "_train_diffusion"}
 
@@ -34,15 +35,20 @@ class Clock:
     def __init__(self, device: torch.device, synchronise: bool) -> None:
         self._wait = torch.cuda.synchronize if synchronise and device.type == "cuda" else lambda: None
         self.seconds: dict[str, float] = defaultdict(float)
+        self.current: str | None = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time of the block to phase `name`."""
         self._wait()
         start = time.perf_counter()
-        yield
-        self._wait()
-        self.seconds[name] += time.perf_counter() - start
+        before, self.current = self.current, name
+        try:
+            yield
+            self._wait()
+        finally:
+            self.current = before
+            self.seconds[name] += time.perf_counter() - start
 
 
 @dataclass(frozen=True)
@@ -129,6 +135,10 @@ class TrainingStep:
         with clock.phase("data"):
             batch = batches.copy(self.batch, self.ranks.device)
         self.optimizer.zero_grad()
+        with _recomputation(clock):
+            return self._gradients(batch, clock)
+
+    def _gradients(self, batch: Any, clock: Clock) -> tuple[float, dict[str, float], Any, Any]:
         with clock.phase("forward"), _errors_logged("openfold3.core.utils.permutation_alignment") as errors:
             batch, outputs = self.model(batch)
         if errors:
@@ -159,6 +169,34 @@ class TrainingStep:
                 return method(*args, **kwargs)
 
         return timed
+
+
+@contextmanager
+def _recomputation(clock: Clock) -> Iterator[None]:
+    """Time what checkpoints inside the block compute once more in the phase backward; nested ones count once."""
+    from openfold3.core.utils import checkpointing
+
+    original = checkpointing.get_checkpoint_fn
+
+    def get(*args: Any, **options: Any) -> Callable[..., Any]:
+        checkpoint = original(*args, **options)
+
+        def timed_checkpoint(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+            def timed(*inputs: Any) -> Any:
+                if clock.current != "backward":
+                    return function(*inputs)
+                with clock.phase("backward.recompute"):
+                    return function(*inputs)
+
+            return checkpoint(timed, *inputs, **options)
+
+        return timed_checkpoint
+
+    checkpointing.get_checkpoint_fn = get
+    try:
+        yield
+    finally:
+        checkpointing.get_checkpoint_fn = original
 
 
 @contextmanager

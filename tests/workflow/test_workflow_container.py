@@ -21,9 +21,9 @@ import lab as container_lab
 from test_workflow_slurm import cluster  # noqa: F401
 from test_workflow_slurm import site as slurm_site
 
-import turbopair
 from pipeline import REPOSITORY, container_image
 from pipeline.records import Status
+from turbopair import native
 
 pytestmark = [pytest.mark.container, pytest.mark.slow, pytest.mark.timeout(1800)]  # the first test waits for the build
 FOLDER = container_lab.FOLDER
@@ -65,20 +65,24 @@ def apptainer(environment: dict[str, str]) -> Iterator[str]:
     program = shutil.which("apptainer")
     if program is None:
         pytest.skip("apptainer is not installed; tests/workflow/container/apptainer.sh tries to make it from Debian's unstable suite")
+    reason = container_lab.cannot_mount_images()
+    if reason:
+        pytest.skip(reason)
     yield program
 
 
 def test_the_build_ends_with_a_self_test(built: container_image.Built) -> None:
     record = built.record
-    assert record.kernel_digest == turbopair.kernel_digest()
-    assert all(record.backends[name].version for name in ("eager", "sdpa", "flex", "turbopair.paper"))
-    assert "is not installed" in (record.backends["trifast"].reason or "")
+    assert record.kernel_digest == native.library_digest()
+    backends = {name.removeprefix("triangle_attention/"): backend for name, backend in record.backends.items()}
+    assert all(backends[name].version for name in ("eager", "sdpa", "flex", "turbopair.paper", "triangle_multiplication/turbopair"))
+    assert "is not installed" in (backends["trifast"].reason or "")
     assert record.peers["trifast"] == "left out of this build (PEERS=none)"
     assert (record.library is None) == (container_lab.cuda() is None)
     if record.library is None:
         assert "no kernel library in the image" in (record.library_reason or "")
     else:
-        assert record.library["source_digest"] == turbopair.kernel_digest()
+        assert record.library["source_digest"] == native.library_digest()
 
 
 def test_the_bill_of_materials_lies_in_the_image_and_beside_it(built: container_image.Built) -> None:
@@ -88,21 +92,52 @@ def test_the_bill_of_materials_lies_in_the_image_and_beside_it(built: container_
     assert bill["bomFormat"] == "CycloneDX"
     versions = {component["name"]: component["version"] for component in bill["components"]}
     assert versions["torch"] == built.record.torch
-    lock = {
-        line.partition("==")[0].lower(): line.partition("==")[2] for line in (REPOSITORY / "requirements.lock").read_text().splitlines()
-    }
-    assert versions["pydantic"] == lock["pydantic"]
+    lines = [line for line in (REPOSITORY / "requirements.lock").read_text().splitlines() if not line.startswith("#")]
+    locked = {normal(line.partition("==")[0]): line for line in lines}
+    assert versions["pydantic"] == locked["pydantic"].split()[0].partition("==")[2]
     assert "snakemake" not in versions and "cyclonedx-bom" not in versions
     packages = json.loads((FOLDER / "packages.json").read_text())
     brought = {"pip", "setuptools"}  # with the virtual environment, not by an installation
     assert {normal(one["name"]) for one in packages} - brought == {normal(name) for name in versions} - brought
-    assert all(len(one["sha256"]) == 64 and one["file"] for one in packages)
+    assert all(one["file"] and f"--hash=sha256:{one['sha256']}" in locked[normal(one["name"])] for one in packages), "what the lock has"
 
 
 def test_nothing_is_built_again(environment: dict[str, str]) -> None:
     before = ARCHIVE.stat().st_mtime_ns
     done = build(environment)
     assert "up to date" in done.stdout, done.stdout + done.stderr
+    assert ARCHIVE.stat().st_mtime_ns == before
+
+
+def checkout(run: Any) -> Path:
+    """A copy of this checkout that a test may change; the run's programs use it."""
+    copy: Path = run.folder / "checkout"
+    skipped = shutil.ignore_patterns(".venv*", "build", "results", ".git", ".snakemake", "*_cache", "__pycache__")
+    shutil.copytree(REPOSITORY, copy, ignore=skipped)
+    run.environment["PYTHONPATH"] = f"{Path(__file__).with_name('peers')}:{copy}:{copy / 'kernels'}"
+    return copy
+
+
+def test_snakemake_builds_when_an_input_changed(run: Any, environment: dict[str, str]) -> None:
+    before = ARCHIVE.stat().st_mtime_ns
+    run.environment |= environment
+    copy = checkout(run)
+    log = copy / "build/container/snakemake.log"
+
+    def target(*more: str) -> str:
+        head = [sys.executable, "-m", "snakemake", "--profile", str(copy / "config/profiles/local"), *more]
+        command = [*head, "--config", f"image={FOLDER / 'container.yaml'}", f"results={run.results}", "--", "container"]
+        done = subprocess.run(command, cwd=copy, env=run.environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    assert "Nothing to be done" not in target()
+    assert "the image is up to date" in log.read_text(), "the digest of the inputs decides, wherever the checkout is"
+    log.unlink()
+    assert "Nothing to be done" in target() and not log.exists()
+    with (copy / "containers/ignore").open("a") as file:
+        file.write("*.orig\n")
+    assert "Updated input files: containers/ignore" in target("--dry-run").replace(f"{copy}/", "")
     assert ARCHIVE.stat().st_mtime_ns == before
 
 
@@ -157,6 +192,9 @@ def test_slurm_jobs_run_in_the_image(run: Any, cluster: slurm_cluster.Cluster, e
     everything = [record for found in records.values() for record in found]
     assert {record.environment["container_digest"] for record in everything} == {built.digest}
     assert {record.environment["python"] for record in everything} == {built.record.python}
+    kept = run.results / "image" / built.digest.removeprefix("sha256:")[:12]
+    assert (kept / "sbom.cdx.json").read_bytes() == (FOLDER / "sbom.cdx.json").read_bytes()
+    assert container_image.parse_record((kept / "image.json").read_text(), "") == built.record
     caches = run.results / "jobs" / "caches"
     assert (caches / "home").is_dir() and (caches / "tmpdir").is_dir()
 
@@ -172,6 +210,22 @@ def test_ranks_meet_in_the_image(run: Any, cluster: slurm_cluster.Cluster, envir
     assert record.status is Status.OK, f"{record.reason}\n{done.stdout}"
     assert record.metrics["hosts"] == "n1,n1,n2,n2"
     assert record.environment["container_digest"] == container_image.file_digest(SIF)
+
+
+def test_podman_runs_the_archive(run: Any, environment: dict[str, str], built: container_image.Built) -> None:
+    reason = container_lab.cannot_run_podman()
+    if reason:
+        pytest.skip(reason)
+    run.environment |= environment
+    box = {"runtime": "podman", "image": str(ARCHIVE), "extra": list(container_lab.LOW_LIMITS)}
+    run.write_site(executor="local", device="auto", threads=1, container=box)
+    run.write_config("eager", "turbopair.paper")
+    done = run()
+    assert done.returncode == 0, done.stdout
+    records = [record for found in run.records().values() for record in found]
+    assert {(record.status, record.environment["container_digest"]) for record in records} == {(Status.OK, built.digest)}
+    assert {record.environment["device"] for record in records} == {"cpu"}
+    assert (run.results / "image" / built.digest.removeprefix("sha256:")[:12] / "sbom.cdx.json").is_file()
 
 
 def test_what_a_container_sees(run: Any, environment: dict[str, str], apptainer: str, tmp_path: Path) -> None:
@@ -204,13 +258,10 @@ def test_an_image_older_than_the_kernel_sources_is_refused_on_the_node(run: Any,
         pytest.skip("without nvcc the image has no kernels that could be old")
     image = run.folder / "old.sif"
     image.symlink_to(SIF)  # without a record beside it, as an image from elsewhere
-    copy = run.folder / "checkout"
-    skipped = shutil.ignore_patterns(".venv*", "build", "results", ".git", ".snakemake", "*_cache")
-    shutil.copytree(REPOSITORY, copy, ignore=skipped)
+    run.environment |= container_lab.ENVIRONMENT
+    copy = checkout(run)
     with (copy / "kernels/csrc/common.cuh").open("a") as file:
         file.write("// changed\n")
-    run.environment |= container_lab.ENVIRONMENT
-    run.environment["PYTHONPATH"] = f"{Path(__file__).with_name('peers')}:{copy}:{copy / 'kernels'}"
     run.write_site(executor="local", device="cpu", container={"runtime": "apptainer", "image": str(image)})
     run.write_config("eager")
     done = subprocess.run(run.arguments(), cwd=copy, env=run.environment, capture_output=True, text=True, check=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ import cluster as slurm_cluster
 import gloo_step
 from test_workflow_ranks import the_record, write
 
+from pipeline.openfold import model
 from pipeline.records import Status
 from pipeline.slurm_state import parse_sacct
 
@@ -51,8 +53,9 @@ def lab(run: Any, cluster: slurm_cluster.Cluster) -> Any:
 
 
 def site(run: Any, **settings: Any) -> None:
+    # the GPUs are made up: a job that asks for one finds no driver
     base = {
-        "executor": "slurm", "partition": "gpu", "gpus_per_node": 8, "cpus_per_gpu": 1, "timeout_min": 5, "signal_delay_s": 30,
+        "executor": "slurm", "partition": "gpu", "gpus_per_job": 0, "cpus_per_gpu": 1, "timeout_min": 5, "signal_delay_s": 30,
         "cells_per_job": 4, "poll_s": 0.5, "setup": ["export OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo"],
     }  # fmt: skip
     run.write_site(**{**base, **settings})
@@ -97,7 +100,6 @@ def test_an_array_with_failing_cells(lab: Any) -> None:
     history = parse_sacct(ask(lab, "sacct", "-n", "-P", "-X", "-o", "JobID,State,Start", "-j", job))
     assert history == {f"{job}_{number}": "COMPLETED" for number in range(3)}
     lab.mended.touch()
-    site(lab, gpus_per_job=0)  # the GPUs are made up: a run that asks for some would not take over what CPUs computed
     again = lab()
     assert again.returncode == 0, again.stdout
     assert "3 cells are done already, 9 to do" in again.stdout
@@ -167,7 +169,7 @@ def test_a_run_that_is_stopped_cancels_its_jobs(lab: Any, number: signal.Signals
 
 def test_a_run_that_is_killed_finds_its_jobs_again(lab: Any) -> None:
     lab.write_config("odd.waits", cases=12)
-    site(lab, gpus_per_job=0)  # the GPUs are made up: a run that asks for some would not take over what CPUs computed
+    site(lab, cells_per_job=100)  # one after the other, or they are done before the second run looks
     process = lab.start()
     wait_for(lambda: len(recorded(lab)) >= 1)
     process.kill()
@@ -213,7 +215,7 @@ def test_the_work_is_in_the_container_and_submission_outside(lab: Any) -> None:
     fake.chmod(0o755)
     lab.environment["PATH"] = f"{fake.parent}:{lab.environment['PATH']}"
     box = {"runtime": "apptainer", "image": str(image), "python": sys.executable, "binds": [f"{lab.folder}/data"], "gpus": False}
-    site(lab, container=box)
+    site(lab, container=box, gpus_per_job=1)
     lab.write_config("eager")
     done = lab()
     assert done.returncode == 0, done.stdout
@@ -232,23 +234,49 @@ def test_the_work_is_in_the_container_and_submission_outside(lab: Any) -> None:
         ({"binds": ["/no/such/folder"]}, "container.binds: /no/such/folder does not exist on n"),
         ({"gpus": True}, "has no NVIDIA driver, and the work asks for a GPU"),
         ({"runtime": "podman", "image": "x@sha256:" + "a" * 64}, "container.runtime is podman, and podman is not found on n"),
+        ({}, "FATAL:   no such thing as a container here; job "),
     ],
+    ids=["bind", "driver", "runtime", "start"],
 )
 def test_a_container_that_cannot_start_on_a_node(lab: Any, box: dict[str, Any], reason: str) -> None:
     """The record says why, not only that the job failed."""
     program, image = lab.folder / "bin" / "apptainer", lab.folder / "x.sif"
     program.parent.mkdir()
-    program.write_text("#!/bin/sh\n")
+    program.write_text("#!/bin/sh\necho 'FATAL:   no such thing as a container here' >&2\nexit 255\n")
     program.chmod(0o755)
     image.write_bytes(b"an image")
     lab.environment["PATH"] = f"{program.parent}:{lab.environment['PATH']}"
-    site(lab, container={"runtime": "apptainer", "image": str(image), "gpus": False, **box})
+    for needed in ("srun", "env"):  # on the nodes there is this folder only, whatever is installed here
+        (program.parent / needed).symlink_to(str(shutil.which(needed)))
+    site(
+        lab, container={"runtime": "apptainer", "image": str(image), "gpus": False, **box}, gpus_per_job=1,
+        setup=[f"export PATH={program.parent}"],
+    )  # fmt: skip
     lab.write_config("eager")
     done = lab()
     assert done.returncode == 2, done.stdout
     (record,) = lab.records()["eager"]
     assert record.status is Status.FAILED
     assert reason in (record.reason or "") and "ended as FAILED; log:" in (record.reason or "")
+
+
+@pytest.mark.parametrize("step", [False, True], ids=["cells", "ranks"])
+def test_a_gpu_job_on_a_node_without_a_driver_computes_nothing(lab: Any, step: bool) -> None:
+    """Slurm gave the job a GPU; it must not go on with the CPU. The GPUs of this cluster have no driver."""
+    site(lab, gpus_per_job=1, gres="gpu:{gpus}")
+    if step:
+        write(lab, nodes=2, per_node=2)
+    else:
+        lab.write_config("eager", cases=2)
+    done = lab()
+    assert done.returncode == 2, done.stdout
+    records = [record for found in lab.records().values() for record in found]
+    assert len(records) == (1 if step else 2)
+    assert {record.status for record in records} == {Status.FAILED}
+    reason = records[0].reason or ""
+    assert re.search(r"n[12] shows no GPU to this job \(CUDA_VISIBLE_DEVICES is '0(,1)?'\), and the work asks for one", reason)
+    assert "or compute on the CPU with gpus_per_job: 0" in reason and "ended as FAILED; log:" in reason
+    assert "shows no GPU to this job" in done.stdout
 
 
 @pytest.mark.parametrize(("trouble", "status"), [(0, Status.OK), (gloo_step.FAILS, Status.FAILED)])
@@ -263,3 +291,26 @@ def test_two_nodes_of_two_ranks(lab: Any, trouble: int, status: Status) -> None:
         assert record.metrics == {"sum": 10.0, "rank": 0, "ranks": 4, "hosts": "n1,n1,n2,n2", "local": 0, "local_world": 2}
     else:
         assert "of 4 ranks failed; rank 1: RuntimeError: rank 1 fails on purpose" in (record.reason or "")
+
+
+def test_the_step_of_the_paper_in_small_on_two_nodes(lab: Any) -> None:
+    """The README's command for 16 GPUs, with the model, crop and number of ranks made small; gloo takes NCCL's place."""
+    try:
+        model.require()
+    except model.OpenFold3Missing as reason:
+        pytest.skip(str(reason))
+    site(lab, timeout_min=120)
+    small = {"ranks_per_node": 2, "size": "reduced", "crops": [32], "backends": ["turbopair"], "recycles": 0, "steps": 1, "warmup_steps": 1}
+    changes = [word for key, value in small.items() for word in ("--set", f"step_time.{key}={value}")]
+    command = [sys.executable, "-m", "pipeline", "run", "--config", "config/paper.yaml", "--site", str(lab.site), "-e", "step_time"]
+    done = lab.call([*command, "--results", str(lab.results), *changes])
+    assert done.returncode == 0, done.stdout
+    record = the_record(lab)
+    assert record.status is Status.OK, record.reason
+    assert "(2 nodes with 2 ranks)" in done.stdout
+    metrics = record.metrics
+    assert metrics["ranks"] == 4 and record.cell.options["nodes"] == 2 and metrics["backend_calls"] == 32
+    walls = [metrics[f"wall.rank{rank}"] for rank in range(4)]
+    assert metrics["s.wall"] == max(walls) > 0 and metrics["s.all_reduce"] > 0 and metrics["loss"] > 0.1
+    table = (lab.results / "tables/step_time.md").read_text()
+    assert "crop 32, 4 processes" in table and "turbopair" in table and "all-reduce" in table

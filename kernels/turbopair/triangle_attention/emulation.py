@@ -10,7 +10,7 @@ are its own (a matrix product adds in another order than a tensor core); what it
   that of the exact one;
 * out rounded to bf16; ``residual``: also bf16(O_fp32 - out), so that Delta = rowsum(dout * (out + residual)) sees O_fp32;
 * backward: P from lse in fp32, rounded to bf16 for dv; dS rounded to bf16 for dq and dk (``split_ds``: the sum of two bf16);
-* dbias: fp32 sum of the unrounded dS over slices, in slice order.
+* dbias: fp32 sum of the unrounded dS over slices, in slice order (the kernels add slices in pairs: the same up to fp32 rounding).
 
 Layout and mask conventions are those of :mod:`turbopair.triangle_attention.reference`.
 """

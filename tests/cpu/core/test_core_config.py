@@ -187,7 +187,7 @@ def test_paper_is_what_the_paper_says() -> None:
 
     from pipeline.plan import plan
 
-    cells = plan(configuration.read(REPOSITORY / "config/paper.yaml"))
+    cells = [cell for cell in plan(configuration.read(REPOSITORY / "config/paper.yaml")) if cell.operator == "triangle_attention"]
     for experiment in ("accuracy", "determinism"):
         eager = [cell for cell in cells if cell.experiment == experiment and cell.implementation == "eager"]
         assert len(eager) == 600

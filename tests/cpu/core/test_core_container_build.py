@@ -66,12 +66,6 @@ def test_what_the_containerfile_copies_exists_and_decides_the_digest() -> None:
     assert {"containers/Containerfile", "kernels/csrc/api.cu", "kernels/nvcc_flags.txt", "requirements.lock"} <= inputs
 
 
-def test_the_packages_of_the_image_are_in_the_lock() -> None:
-    lock = {line.partition("==")[0].lower() for line in (REPOSITORY / "requirements.lock").read_text().splitlines() if "==" in line}
-    wanted = [line for line in (CONTAINERS / "requirements.txt").read_text().splitlines() if not line.startswith("#")]
-    assert wanted and not [name for name in wanted if name.lower() not in lock]
-
-
 def test_the_commands_of_each_tool() -> None:
     words, push = building.commands("buildah", ARGUMENTS, ["/a:/mnt"], ["--isolation=chroot"], Path("/out/turbopair.oci.tar"))
     assert words == [
@@ -166,21 +160,30 @@ def peers() -> ModuleType:
 
 def test_a_peer_that_cannot_be_installed_is_recorded(tmp_path: Path) -> None:
     module = peers()
-    module.HERE = REPOSITORY  # type: ignore[attr-defined]  # a build puts the lock beside the script
-    assert module.install({"absent": "no wheels"}, tmp_path / "report.json") == "no wheels"
+    module.HERE = tmp_path  # type: ignore[attr-defined]
+    (tmp_path / "x.lock").write_text(f"# a peer\nno-such-package-for-this-test==1 --hash=sha256:{'0' * 64}\n")
+    assert module.install("x", {"absent": "no wheels"}, tmp_path) == "no wheels"
     assert (
-        module.install({"needs": ["no-such-program"], "install": ["x"]}, tmp_path / "report.json")
+        module.install("x", {"needs": ["no-such-program"], "lock": "x.lock"}, tmp_path)
         == "needs no-such-program, which the build base has not got"
     )
-    done = module.install({"install": ["--no-index", "no-such-package-for-this-test"]}, tmp_path / "report.json")
-    assert "pip install --no-index no-such-package-for-this-test failed: ERROR: No matching distribution" in done
+    done = module.install("x", {"lock": "x.lock", "environment": {"PIP_NO_INDEX": "1"}}, tmp_path)
+    assert done.startswith("pip install -r x.lock failed: ERROR: No matching distribution found for no-such-package-for-this-test==1")
     with pytest.raises(SystemExit, match="PEERS: trifats not known; accepted: all, none, or some of trifast"):
         module.chosen("trifats", ["trifast"])
-    report = tmp_path / "peers.json"
-    subprocess.run([sys.executable, str(CONTAINERS / "peers.py"), "none", str(report)], check=True, capture_output=True)
-    found = json.loads(report.read_text())
+    target = tmp_path / "peers.json"
+    subprocess.run([sys.executable, str(CONTAINERS / "peers.py"), "none", str(target), str(tmp_path)], check=True, capture_output=True)
+    found = json.loads(target.read_text())
     assert set(found.values()) == {"left out of this build (PEERS=none)"}
     assert {"cuequivariance", "trifast", "deepspeed", "openfold3"} <= set(found)
+
+
+def test_what_a_peer_compiles_comes_last(tmp_path: Path) -> None:
+    module = peers()
+    first, last = module.steps({"lock": "peers/deepspeed.lock", "compiled": "deepspeed"})
+    assert [line.partition("==")[0] for line in last] == ["deepspeed"]
+    assert {"nvidia-cutlass", "ninja", "wheel"} <= {line.partition("==")[0] for line in first}
+    assert len(module.steps({"lock": "peers/trifast.lock"})) == 1
 
 
 def test_what_was_installed_is_listed_without_addresses(tmp_path: Path) -> None:

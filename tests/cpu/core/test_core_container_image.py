@@ -7,15 +7,16 @@ import hashlib
 import io
 import json
 import os
+import re
 import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline import REPOSITORY, container_selftest, implementations, launch
 from pipeline import container_image as images
-from pipeline import container_selftest, implementations, launch
-from pipeline.cells import Cell
+from pipeline.cells import OPERATORS, Cell
 from pipeline.loading import ConfigError
 from pipeline.loading import validate as validate_model
 from pipeline.site import SITE, Container
@@ -24,7 +25,10 @@ from pipeline.todo import Item
 DIGEST = "sha256:" + "a" * 64
 RECORD = images.ImageRecord(
     inputs="1" * 64, kernel_digest="2" * 64, library={"arch": "sm_90a"}, python="3.12.3", torch="2.13.0", cuda="13.0",
-    backends={"eager": images.Backend(version="1"), "trifast": images.Backend(reason="trifast is not installed")},
+    backends={
+        "triangle_attention/eager": images.Backend(version="1"),
+        "triangle_attention/trifast": images.Backend(reason="trifast is not installed"),
+    },
     peers={"trifast": "no wheel"},
 )  # fmt: skip
 
@@ -39,6 +43,10 @@ def sif(folder: Path, content: bytes = b"an image", record: images.ImageRecord |
 
 def box(image: object, runtime: str = "apptainer", **more: Any) -> Container:
     return Container(runtime=runtime, image=str(image), **more)  # type: ignore[arg-type]
+
+
+def attention(name: str) -> str:
+    return images.backend_key("triangle_attention", name)
 
 
 def archive(path: Path, *layers: dict[str, bytes], images_: int = 1) -> str:
@@ -136,10 +144,23 @@ def test_an_image_older_than_the_kernel_sources(tmp_path: Path, monkeypatch: pyt
 
 def test_an_image_without_the_asked_backend(tmp_path: Path) -> None:
     image = sif(tmp_path, record=RECORD)
-    _, remarks = images.check_before(box(image), ["eager", "trifast", "of.a.plugin", "trifast"], "2" * 64)
+    _, remarks = images.check_before(box(image), [attention(name) for name in ("eager", "trifast", "of.a.plugin", "trifast")], "2" * 64)
     assert remarks == ["the image is without trifast: trifast is not installed"]
-    half = RECORD.model_copy(update={"backends": {"turbopair.paper": images.Backend(version="1", reason="on CPU tensors only: no nvcc")}})
-    assert images.without(half, "turbopair.paper") == "turbopair.paper in the image: on CPU tensors only: no nvcc"
+    half = RECORD.model_copy(
+        update={"backends": {attention("turbopair.paper"): images.Backend(version="1", reason="on CPU tensors only: no nvcc")}}
+    )
+    assert images.without(half, attention("turbopair.paper")) == "turbopair.paper in the image: on CPU tensors only: no nvcc"
+
+
+def test_an_image_for_cpus_when_a_gpu_is_to_compute(tmp_path: Path) -> None:
+    for_cpus = RECORD.model_copy(update={"cuda": None, "torch": "2.13.0+cpu"})
+    image = sif(tmp_path, record=for_cpus)
+    assert images.check_before(box(image), [], "2" * 64) == (DIGEST, [])
+    text = r"the image is for CPUs \(PyTorch 2\.13\.0\+cpu without CUDA\), and the work asks for a GPU: build one with a PyTorch for CUDA"
+    with pytest.raises(images.ImageError, match=text):
+        images.check_before(box(image), [], "2" * 64, use_gpu=True)
+    with pytest.raises(launch.LaunchError, match=text):
+        launch.check_image(box(image), [], "2" * 64, print, use_gpu=True)
 
 
 def test_the_launcher_tells_it(tmp_path: Path) -> None:
@@ -224,12 +245,36 @@ def test_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         images.check_inside("3" * 64, use_gpu=False)
     images.check_inside("2" * 64, use_gpu=False)
     assert os.environ["TURBOPAIR_LIBRARY"] == str(images.LIBRARY)
+    images.RECORD.write_text(RECORD.model_copy(update={"cuda": None}).model_dump_json())
+    with pytest.raises(images.ImageError, match="the image is for CPUs"):
+        images.check_inside("2" * 64, use_gpu=True)
     images.RECORD.write_text('{"inputs": 3}')
     with pytest.raises(images.ImageError, match="not the record of an image of this repository"):
         images.check_inside("2" * 64, use_gpu=False)
 
 
+def test_what_the_image_holds_is_kept_beside_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RECORD", "MATERIALS", "PACKAGES"):
+        monkeypatch.setattr(images, name, tmp_path / "image" / getattr(images, name).name)
+    results = tmp_path / "results"
+    images.keep_materials(results, DIGEST)
+    assert not results.exists(), "an image of another repository has none"
+    (tmp_path / "image").mkdir()
+    images.MATERIALS.write_text("bill")
+    images.RECORD.write_text("record")
+    images.keep_materials(results, DIGEST)
+    assert {path.name: path.read_text() for path in (results / "image" / ("a" * 12)).iterdir()} == {
+        "sbom.cdx.json": "bill", "image.json": "record",
+    }  # fmt: skip
+    before = (results / "image" / ("a" * 12) / "image.json").stat().st_mtime_ns
+    images.keep_materials(results, DIGEST)
+    assert (results / "image" / ("a" * 12) / "image.json").stat().st_mtime_ns == before
+
+
 def test_site_files() -> None:
+    with pytest.raises(ConfigError, match=r"device is 'cuda' and container\.gpus is false, which hides them; give device: cpu"):
+        hidden = {"runtime": "apptainer", "image": "/x.sif", "gpus": False}
+        validate_model(SITE, {"executor": "local", "device": "cuda", "container": hidden}, "site")
     with pytest.raises(ConfigError, match="a plugin of Slurm"):
         validate_model(SITE, {"executor": "local", "container": {"runtime": "pyxis", "image": "/x.sqsh"}}, "site")
     with pytest.raises(ConfigError, match="without commas"):
@@ -237,16 +282,60 @@ def test_site_files() -> None:
 
 
 def test_the_self_test_knows_every_peer() -> None:
-    peers = {name for name in implementations.names() if implementations.get(name).distribution is not None}
-    assert {name for name in peers if not name.startswith("odd.")} == set(container_selftest.MODULES)
+    everything = [implementations.get(name, operator) for operator in OPERATORS for name in implementations.names(operator)]
+    peers = {one.distribution for one in everything if one.distribution is not None and not one.name.startswith("odd.")}
+    assert peers == set(container_selftest.MODULES)
+    sources = "".join(path.read_text() for path in (REPOSITORY / "pipeline/implementations").rglob("*.py"))
+    assert {module for modules in container_selftest.MODULES.values() for module in modules} - {container_selftest.COMPILED} <= set(
+        re.findall(r'module\("([\w.]+)"\)', sources)
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "driver", "absent"),
+    [
+        ("ImportError: libcue_ops.so: cannot open shared object file", False, False),
+        ("RuntimeError: Found no NVIDIA driver on your system.", False, False),
+        ("ImportError: libcue_ops.so: cannot open shared object file", True, True),
+        ("ImportError: undefined symbol", False, True),
+    ],
+)
+def test_a_peer_that_needs_the_driver_is_not_called_absent(monkeypatch: pytest.MonkeyPatch, error: str, driver: bool, absent: bool) -> None:
+    """Builds have no driver; on the node there is one."""
+
+    class Peer(implementations.Implementation):
+        name, title, distribution = "linked", "Linked", "torch"
+
+        def module(self, name: str) -> Any:
+            raise implementations.NotInstalled(f"cannot be imported: {error}")
+
+        limits = bind = None  # type: ignore[assignment]
+
+    monkeypatch.setattr(container_selftest, "MODULES", {"torch": ("x",)})
+    monkeypatch.setattr(container_selftest, "has_driver", lambda: driver)
+    found = container_selftest._backend(Peer(), None)
+    assert (found.version is None) == absent
+    assert ("not tried: the build has no NVIDIA driver, and it needs one" in (found.reason or "")) != absent
+
+
+def test_an_image_with_cuda_has_triton() -> None:
+    good = images.Backend(version="1")
+    whole = RECORD.model_copy(
+        update={"backends": {attention(name): good for name in ("eager", "sdpa", "turbopair.paper")}, "triton": "3.7.1"}
+    )
+    container_selftest.check(whole, "required")
+    container_selftest.check(whole.model_copy(update={"triton": None, "cuda": None}), "required")
+    with pytest.raises(container_selftest.SelfTestError, match="fails its self-test: triton, which"):
+        container_selftest.check(whole.model_copy(update={"triton": None}), "required")
 
 
 def test_the_self_test_prints_the_reasons(tmp_path: Path) -> None:
     (tmp_path / "peers.json").write_text('{"trifast": "no wheel"}')
     record = container_selftest.examine("1" * 64, tmp_path)
     assert record.peers == {"trifast": "no wheel"} and record.library is None
-    assert record.backends["eager"].version and record.backends["eager"].reason is None
-    assert "on CPU tensors only: no kernel library in the image" in (record.backends["turbopair.paper"].reason or "")
+    assert record.backends[attention("eager")] == images.Backend(version=record.torch)
+    assert "on CPU tensors only: no kernel library in the image" in (record.backends[attention("turbopair.paper")].reason or "")
+    assert record.backends["triangle_multiplication/turbopair"].version
     text = "\n".join(container_selftest.lines(record))
     assert "no kernel library in the image" in text and "megafold" in text
     container_selftest.check(record, "optional")

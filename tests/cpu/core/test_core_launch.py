@@ -10,12 +10,13 @@ from pipeline import devices, launch
 from pipeline.config import ExperimentConfig
 from pipeline.folder import FolderError, RunFolder
 from pipeline.loading import ConfigError
+from pipeline.local import LocalExecutor
 from pipeline.plan import plan
 from pipeline.progress import Progress, duration
 from pipeline.records import Record, Status, failure
 from pipeline.site import Container, LocalSite, SlurmSite
 from pipeline.supervise import Worker
-from pipeline.todo import EventFile, Item
+from pipeline.todo import Chunk, EventFile, Item
 
 
 def config(**changes: Any) -> ExperimentConfig:
@@ -69,6 +70,22 @@ def test_a_finished_run_computes_nothing_again(run: Any) -> None:
     summary, items, said = run(config(), both)
     assert (len(items), summary.exit_status, summary.computed) == (0, 0, 0)
     assert "4 cells are done already" in said[0]
+
+
+def test_what_computes_is_told_which_kernels_and_which_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An image holds the library alone: a change of a kernel that Triton compiles does not make it old."""
+    from turbopair import native
+
+    told: list[Any] = []
+
+    def make(_site: Any, folder: RunFolder, chunk: Any, _say: Any) -> Fake:
+        told.append(chunk)
+        return Fake(folder, {}, chunk.kernel_digest)
+
+    monkeypatch.setattr(launch, "_executor", make)
+    launch.run(config(), LocalSite(), tmp_path / "run", say=lambda _: None)
+    assert told[0].kernel_digest == native.kernel_digest()
+    assert told[0].library_digest == native.library_digest() != told[0].kernel_digest
 
 
 @pytest.mark.parametrize("absent", [Status.NOT_INSTALLED, Status.UNSUPPORTED])
@@ -272,3 +289,31 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         devices.choose("cuda")
     with pytest.raises(devices.NoDevice, match="accepted: auto, cpu, cuda"):
         devices.choose("gpu")
+    monkeypatch.setenv("SLURMD_NODENAME", "n7")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(
+        devices.NoDevice, match=r"n7 shows no GPU to this job \(CUDA_VISIBLE_DEVICES is '3'\), and the work asks for one: look at"
+    ):
+        devices.choose("cuda")
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "shown", "given"),
+    [
+        ("auto", True, ["0"], "cuda"),
+        ("auto", True, [], "cpu"),
+        ("auto", False, ["0"], "cpu"),
+        ("cuda", True, [], "cuda"),
+        ("cpu", True, ["0"], "cpu"),
+    ],
+)
+def test_what_a_container_computes_on_is_decided_outside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, gpus: bool, shown: list[str], given: str
+) -> None:
+    """A runtime that fails to pass the GPUs on must not make the work take the CPU."""
+    monkeypatch.setattr(devices, "gpus", lambda: shown)
+    site = LocalSite(device=device, container=Container(runtime="apptainer", image="/x.sif", gpus=gpus))  # type: ignore[arg-type]
+    template = Chunk(kernel_digest="", timeout_s={}, items=[])
+    words = LocalExecutor(site, RunFolder(tmp_path), template, print).command("/x.json")
+    assert words[words.index("--device") + 1] == given
+    assert ("--nv" in words) == (given == "cuda")

@@ -52,9 +52,28 @@ def test_every_field_is_in_the_id() -> None:
         "experiment": "determinism", "implementation": "sdpa", "n": 17, "slices": 3, "heads": 5, "head_dim": 17, "family": "sharp",
         "seed": 9, "dtype": "fp32", "bias_dtype": "fp32", "masked": True, "options": {"calls": 5},
     }  # fmt: skip
-    assert set(changes) | {"operator"} == set(Cell.model_fields)
+    others = {"operator", "channels", "direction", "weight_dtype"}  # of the other operators, below
+    assert set(changes) | others == set(Cell.model_fields)
     ids = {Cell.model_validate({**base.model_dump(), key: value}).id for key, value in changes.items()}
     assert len(ids | {base.id}) == len(changes) + 1
+    common = {"experiment": "accuracy", "implementation": "eager", "n": 16, "family": "normal", "seed": 0}
+    product = {**common, "operator": "triangle_multiplication", "channels": 32, "direction": "outgoing", "weight_dtype": "fp32"}
+    module = {**common, "operator": "attention_module", "channels": 32, "heads": 2, "head_dim": 16}
+    variants = [product, {**product, "channels": 64}, {**product, "direction": "incoming"}, {**product, "weight_dtype": "bf16"}, module]
+    assert len({Cell.model_validate(fields).id for fields in variants}) == len(variants)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"slices": None}, "a cell of triangle_attention needs slices"),
+        ({"channels": 128}, "a cell of triangle_attention has no channels; it has slices, heads, head_dim, bias_dtype"),
+        ({"operator": "triangle_multiplication"}, "needs channels, direction, weight_dtype"),
+    ],
+)
+def test_a_cell_has_the_sizes_of_its_operator(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Cell.model_validate({**plan(CONFIG)[0].model_dump(), **change})
 
 
 def test_a_cell_survives_json_with_the_types_of_its_options() -> None:

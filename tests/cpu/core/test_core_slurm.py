@@ -143,7 +143,7 @@ def test_the_container_is_inside_of_the_job() -> None:
     words = job.command({"RANK": "1"})
     assert words.count("apptainer") == 1
     assert words[words.index("/x.sif") + 1 :] == [
-        "python3", "-m", "pipeline", "work", "--cells", "/r/jobs/chunks/a.json", "--results", "/r", "--device", "auto", "--rank",
+        "python3", "-m", "pipeline", "work", "--cells", "/r/jobs/chunks/a.json", "--results", "/r", "--device", "cuda", "--rank",
     ]  # fmt: skip
     assert sys.executable not in words
 

@@ -193,5 +193,5 @@ def test_wheel_builds_and_imports_in_a_fresh_environment(tmp_path: Path, with_li
     )
     where, recorded, found = json.loads(shown.stdout)
     assert Path(where).is_relative_to(tmp_path / "fresh")
-    assert recorded == digest.source_digest(folder / "kernels/csrc")
+    assert recorded == digest.kernel_digest(digest.source_digest(folder / "kernels/csrc"), folder / "kernels/turbopair")
     assert found == (native.ABI_VERSION if with_library else None)

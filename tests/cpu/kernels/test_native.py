@@ -1,6 +1,7 @@
 """Finding, checking and refusing the kernel library, without a GPU: the library here is a few lines of C."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -228,15 +229,62 @@ def test_failure_is_asked_again(build: Build, hopper: None) -> None:
     assert native.unavailable_reason(DEVICE) is None
 
 
-def test_kernel_digest_follows_the_sources_and_falls_back_to_the_record(checkout: Path) -> None:
-    assert turbopair.kernel_digest() == digest.source_digest(checkout / "kernels/csrc")
+def test_library_digest_follows_the_sources_and_falls_back_to_the_record(checkout: Path) -> None:
+    assert native.library_digest() == digest.source_digest(checkout / "kernels/csrc")
     shutil.rmtree(checkout / "kernels/csrc")
-    native.kernel_digest.cache_clear()
+    with pytest.raises(native.NativeUnavailable, match="reinstall"):
+        native.library_digest()
     with pytest.raises(native.NativeUnavailable, match="reinstall"):
         turbopair.kernel_digest()
     (checkout / "kernels/turbopair/lib").mkdir()
     (checkout / "kernels/turbopair/lib/source_digest.txt").write_text("abc\n")
-    assert turbopair.kernel_digest() == "abc"
+    assert native.library_digest() == "abc"
+    assert turbopair.kernel_digest() == digest.kernel_digest("abc", checkout / "kernels/turbopair")
+
+
+def test_kernel_digest_is_the_same_in_a_checkout_and_in_a_wheel_of_it(checkout: Path) -> None:
+    package = checkout / "kernels/turbopair"
+    (package / "triangle_multiplication").mkdir()
+    (package / "triangle_multiplication/some_kernels.py").write_text("1")
+    before, recorded = turbopair.kernel_digest(), native.library_digest()
+    shutil.rmtree(checkout / "kernels/csrc")
+    (package / "lib").mkdir()
+    (package / "lib/source_digest.txt").write_text(f"{recorded}\n")
+    native.kernel_digest.cache_clear()
+    assert turbopair.kernel_digest() == before
+
+
+def test_kernel_digest_sees_both_kinds_of_kernels_and_nothing_else(checkout: Path) -> None:
+    folder = checkout / "kernels/turbopair/triangle_multiplication"
+    folder.mkdir()
+
+    def now() -> str:
+        native.kernel_digest.cache_clear()
+        return turbopair.kernel_digest()
+
+    seen = [now()]
+    assert seen[0] != native.library_digest()
+    for name in ("some_kernels.py", "cuda.py"):
+        (folder / name).write_text("1")
+        seen.append(now())
+        (folder / name).write_text("2")
+        seen.append(now())
+    (folder / "some_kernels.py").rename(folder / "other_kernels.py")
+    seen.append(now())
+    (checkout / "kernels/csrc/a.cu").write_text("// another kernel\n")
+    seen.append(now())
+    assert len(set(seen)) == len(seen)
+    library = native.library_digest()
+    (folder / "emulation.py").write_text("1")
+    (folder / "DESIGN.md").write_text("1")
+    assert now() == seen[-1] and native.library_digest() == library
+
+
+def test_every_triton_source_is_part_of_the_digest() -> None:
+    package = Path(turbopair.__file__).parent
+    named = {path for pattern in digest.TRITON_SOURCES for path in package.glob(pattern)}
+    using = {path for path in package.rglob("*.py") if re.search(r"^@(triton|gluon)\.jit", path.read_text(), re.MULTILINE)}
+    assert using and using <= named
 
 
 def test_digest_sees_names_and_contents_and_nothing_else(tmp_path: Path) -> None:

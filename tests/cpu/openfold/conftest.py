@@ -52,3 +52,17 @@ def make_step(modules):
         return TrainingStep(module, batch, Ranks(0, 1, torch.device("cpu")), bf16=bf16)
 
     return make
+
+
+@pytest.fixture
+def layer(openfold3):
+    """A function building a TriangleAttention with no weight zero."""
+    from openfold3.core.model.layers.triangular_attention import TriangleAttention
+
+    def build(c=32, head_dim=16, heads=4, **options):
+        torch.manual_seed(0)
+        attention = TriangleAttention(c, head_dim, heads, **options)
+        model.fill_zero_initialised(attention, 1.0)
+        return attention
+
+    return build

@@ -14,16 +14,17 @@ from torch.utils.checkpoint import checkpoint
 import turbopair.openfold3
 from pipeline.experiments import step_time
 from pipeline.openfold import batches, model
+from pipeline.openfold.gradients import distance, gradients
 from pipeline.openfold.ranks import Ranks
 from pipeline.openfold.step import TrainingStep
-from turbopair.openfold3 import NO_MULTIPLICATION, NotServed, install, uninstall
+from turbopair.openfold3 import ATTENTION, MULTIPLICATION, NotServed, install, uninstall
 
-# fp32: relative difference of all gradients of the triangle attentions together; measured 2e-7, wrong kernels 5e-2 and more
+# fp32: relative difference of all gradients of the triangle operations of a kind together; measured 2e-7, wrong kernels 5e-2 and more
 TOLERANCE = 1e-5
 # bf16: turbopair's error over that of OpenFold3's own bf16; in the whole model the rest of it rounds as well
 MODEL_FACTOR, LAYER_FACTOR = 1.1, 1.0
 REAL, PADDED = 27, 5
-ATTENTION, MULTIPLICATION = "triangle_attention", "triangle_multiplication"
+PARTS = ("", "tri_att", "tri_mul")
 
 
 @pytest.fixture(scope="session")
@@ -48,14 +49,7 @@ def run(batch):
     """A function giving the loss and all parameter gradients of a module's forward and backward; the same noise each time."""
 
     def run(module, bf16=False):
-        module.zero_grad(set_to_none=True)
-        model.seed_rank(0, 0)
-        with warnings.catch_warnings(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
-            warnings.filterwarnings("ignore", message=".*CPU autocast.*|.*Disabling autocast.*", category=UserWarning)
-            outputs = module.model(batches.copy(batch))
-            loss, _ = module.loss(*outputs, _return_breakdown=True)
-        loss.backward()
-        return loss.item(), {name: p.grad for name, p in module.model.named_parameters()}
+        return gradients(module, batch, bf16=bf16)
 
     return run
 
@@ -73,43 +67,65 @@ def plugged(stock):
 
 def difference(expected, actual, part=""):
     """Relative L2 distance of the gradients whose names contain `part`, taken together."""
-    names = [name for name in expected if part in name]
-    error = sum((expected[name].double() - actual[name].double()).square().sum() for name in names)
-    return (error / sum(expected[name].double().square().sum() for name in names)).sqrt().item()
+    return distance(expected, actual, lambda name: part in name)
 
 
 def agrees(expected, actual):
-    loss, gradients = expected
-    return abs(actual[0] - loss) < TOLERANCE * abs(loss) and all(
-        difference(gradients, actual[1], part) < TOLERANCE for part in ("", "tri_att")
-    )
+    loss, right = expected
+    return abs(actual[0] - loss) < TOLERANCE * abs(loss) and all(difference(right, actual[1], part) < TOLERANCE for part in PARTS)
 
 
 def test_every_site_is_served_and_agrees_with_stock_in_fp32(plugged, run, stock_run):
     module, installation = plugged
-    attentions = {name: m for name, m in module.model.named_modules() if name.endswith(("tri_att_start", "tri_att_end"))}
+    attentions, multiplications = (
+        {name: m for name, m in module.model.named_modules() if name.endswith(endings)}
+        for endings in (("tri_att_start", "tri_att_end"), ("tri_mul_out", "tri_mul_in"))
+    )
+    sites = attentions | multiplications
+    inner = {name: site.mha for name, site in attentions.items()} | {name: site.layer_norm_in for name, site in multiplications.items()}
     stock_calls = []
-    for name, site in attentions.items():
-        site.mha.register_forward_hook(lambda *_, name=name: stock_calls.append(name))
+    for name, part in inner.items():
+        part.register_forward_hook(lambda *_, name=name: stock_calls.append(name))
     result = run(module)
     rows = {row.site: row for row in installation.report()}
-    # 4 templates go through one stack; each call is computed once more, under checkpointing, in the backward
-    assert {name: rows[name].calls for name in attentions} == {name: 8 if "template" in name else 2 for name in attentions}
+    # 4 templates go through one stack; each call is computed once more, under checkpointing, in the backward. A multiplication
+    # takes the templates' calls as they come, too.
+    assert {name: rows[name].calls for name in sites} == {name: 8 if "template" in name else 2 for name in sites}
     parts = ("template_embedder.", "msa_module.", "pairformer_stack.", "aux_heads.")
-    assert [sum(name.startswith(part) for name in attentions) for part in parts] == [2, 2, 4, 2]
+    for kind in (attentions, multiplications):
+        assert [sum(name.startswith(part) for name in kind) for part in parts] == [2, 2, 4, 2]
     assert not stock_calls and not model.not_served(installation)
-    assert all(rows[name] == (name, ATTENTION, "turbopair", None, rows[name].calls, 0) for name in attentions)
-    left = [row for row in rows.values() if row.site not in attentions]
-    assert [row.site.endswith(("tri_mul_out", "tri_mul_in")) for row in left] == [True] * 10
-    assert {row[1:] for row in left} == {(MULTIPLICATION, "stock", NO_MULTIPLICATION, 0, None)}
-    assert "serves 10 of 10 triangle attentions (32 calls so far)" in str(installation) and NO_MULTIPLICATION in str(installation)
+    assert rows == {
+        name: (name, ATTENTION if name in attentions else MULTIPLICATION, "turbopair", None, rows[name].calls, 0) for name in sites
+    }
+    assert [line.split(" (")[0] for line in str(installation).splitlines()] == [
+        "turbopair serves 10 of 10 triangle attentions",
+        "turbopair serves 10 of 10 triangle multiplications",
+    ]
 
     assert agrees(stock_run, result)
-    own = {name: gradient for name, gradient in stock_run[1].items() if "tri_att" in name}
-    assert len(own) == 10 * 8  # norm (2), linear_z, and q, k, v, g, o of each site
+    own = {name: gradient for name, gradient in stock_run[1].items() if "tri_att" in name or "tri_mul" in name}
+    # norm (2), linear_z, and q, k, v, g, o of each attention; two norms and six linears of each multiplication
+    assert len(own) == 10 * 8 + 10 * 10
     # each one by itself, none of them zero or rounding noise of the loss
     assert max(difference(stock_run[1], result[1], name) for name in own) < 100 * TOLERANCE
     assert min(gradient.norm() for gradient in own.values()) > 1e-7 * stock_run[0]
+
+
+@pytest.mark.parametrize("kind", [ATTENTION, MULTIPLICATION])
+def test_one_kind_can_be_left_alone(stock, run, stock_run, kind):
+    module = copy.deepcopy(stock)
+    left = kind.removeprefix("triangle_")
+    with install(module.model, strict=True, **{left: False}) as installation:
+        result = run(module)
+    assert agrees(stock_run, result)
+    for row in installation.report():
+        if row.operator == kind:
+            assert row[2:] == ("stock", f"not asked for: {left}=False", 0, None)
+        else:
+            assert row.served_by == "turbopair" and row.calls and not row.stock_calls
+    assert not model.not_served(installation)  # of what it was given
+    assert f"turbopair serves 0 of 10 {kind.replace('_', ' ')}s" in str(installation) and f"{left}=False (10 sites" in str(installation)
 
 
 WRONG = {
@@ -118,23 +134,32 @@ WRONG = {
     "bias transposed": lambda q, k, v, bias, mask: (q, k, v, bias.mT, mask),
     "scale": lambda q, k, v, bias, mask: (q * 1.1, k, v, bias, mask),
 }
+WRONG_MULTIPLICATION = {
+    "direction": lambda z, mask, w, direction, eps: (z, mask, w, "incoming" if direction == "outgoing" else "outgoing", eps),
+    "without mask": lambda z, mask, w, direction, eps: (z, None, w, direction, eps),
+    "gate and value swapped": lambda z, mask, w, direction, eps: (z, mask, w._replace(a_p=w.a_g, a_g=w.a_p), direction, eps),
+    "output gate": lambda z, mask, w, direction, eps: (z, mask, w._replace(gate=-w.gate), direction, eps),
+}
+ALL_WRONG = [(ATTENTION, name, wrong) for name, wrong in WRONG.items()] + [
+    (MULTIPLICATION, name, wrong) for name, wrong in WRONG_MULTIPLICATION.items()
+]
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_kernel_is_noticed(plugged, run, stock_run, monkeypatch, wrong):
+@pytest.mark.parametrize(("operator", "wrong"), [pytest.param(o, w, id=f"{o}, {name}") for o, name, w in ALL_WRONG])
+def test_a_wrong_kernel_is_noticed(plugged, run, stock_run, monkeypatch, operator, wrong):
     from turbopair import openfold3_layers
 
-    right = openfold3_layers.triangle_attention
-    monkeypatch.setattr(openfold3_layers, "triangle_attention", lambda *args, **options: right(*WRONG[wrong](*args), **options))
+    right = getattr(openfold3_layers, operator)
+    monkeypatch.setattr(openfold3_layers, operator, lambda *args, **options: right(*wrong(*args), **options))
     result = run(plugged[0])
-    assert difference(stock_run[1], result[1], "tri_att") > 1000 * TOLERANCE
+    assert difference(stock_run[1], result[1], "tri_att" if operator == ATTENTION else "tri_mul") > 1000 * TOLERANCE
     assert not agrees(stock_run, result)
 
 
 def test_bf16_autocast_is_no_worse_than_stock(stock, plugged, run, stock_run):
-    (loss, gradients), (own_loss, own) = run(stock, bf16=True), run(plugged[0], bf16=True)
-    for part in ("", "tri_att"):
-        assert difference(stock_run[1], own, part) < MODEL_FACTOR * difference(stock_run[1], gradients, part) < 0.1
+    (loss, theirs), (own_loss, own) = run(stock, bf16=True), run(plugged[0], bf16=True)
+    for part in PARTS:
+        assert difference(stock_run[1], own, part) < MODEL_FACTOR * difference(stock_run[1], theirs, part) < 0.1
     assert abs(own_loss - stock_run[0]) < 1e-3 * stock_run[0] and abs(loss - stock_run[0]) < 1e-3 * stock_run[0]
 
 
@@ -143,7 +168,7 @@ def test_two_training_runs_are_bitwise_equal(modules, batch):
     for _ in range(2):
         module = modules("pytorch", 0.1)
         model.fix_recycles(module.model, 0)
-        installation = model.plug(module.model)
+        installation = model.find_backend("turbopair").plug(module.model)
         step = TrainingStep(module, batch, Ranks(0, 1, torch.device("cpu")))
         model.seed_rank(0, 0)
         steps = [step() for _ in range(2)]  # the first has learning rate 0
@@ -156,20 +181,6 @@ def test_two_training_runs_are_bitwise_equal(modules, batch):
 
 
 # ------------------------------------------------------------------------------------------------ single layers
-
-
-@pytest.fixture
-def layer(openfold3):
-    """A function building a TriangleAttention with no weight zero."""
-    from openfold3.core.model.layers.triangular_attention import TriangleAttention
-
-    def build(c=32, head_dim=16, heads=4, **options):
-        torch.manual_seed(0)
-        attention = TriangleAttention(c, head_dim, heads, **options)
-        model.fill_zero_initialised(attention, 1.0)
-        return attention
-
-    return build
 
 
 def inputs(*shape, dtype=torch.float32):
@@ -318,8 +329,8 @@ def test_names_copies_and_pickles_and_removal(stock, plugged, run, stock_run):
     attributes = [[set(m.__dict__) for m in each.model.modules()] for each in (module, stock)]
     assert [type(m) for m in module.model.modules()] == [type(m) for m in stock.model.modules()]
     assert attributes[0] == attributes[1]
-    loss, gradients = run(module)
-    assert loss == stock_run[0] and all(torch.equal(gradients[name], stock_run[1][name]) for name in gradients)
+    loss, restored = run(module)
+    assert loss == stock_run[0] and all(torch.equal(restored[name], stock_run[1][name]) for name in restored)
 
 
 def test_what_cannot_be_served_is_said_once_and_runs_stock(layer):
@@ -332,7 +343,7 @@ def test_what_cannot_be_served_is_said_once_and_runs_stock(layer):
             results = [sites[name](x, mask) for name in ("first", "first", "second")]
         expected = [super(type(attention), attention).forward(x, mask)] * 3
     own = [str(w.message) for w in caught if "turbopair" in str(w.message)]
-    assert len(own) == 1 and "does not serve first, OpenFold3's own attention runs: q has dtype torch.float16; accepted: " in own[0]
+    assert len(own) == 1 and "does not serve first, OpenFold3's own code runs: q has dtype torch.float16; accepted: " in own[0]
     for result, right in zip(results, expected, strict=True):
         torch.testing.assert_close(result, right, rtol=0, atol=0, equal_nan=True)  # 1e9 overflows in fp16
     with warnings.catch_warnings():
@@ -374,8 +385,12 @@ def test_install_refuses_with_a_reason(layer, monkeypatch):
     attention = layer()
     with pytest.raises(ValueError, match=r"precision is 'papr' \(did you mean 'paper'"):
         install(attention, precision="papr")
-    with pytest.raises(ValueError, match="this Linear has no TriangleAttention of openfold3"):
+    with pytest.raises(ValueError, match="this Linear has no TriangleAttention or TriangleMultiplicativeUpdate of openfold3"):
         install(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="this TriangleAttention has no TriangleMultiplicativeUpdate of openfold3"):
+        install(attention, attention=False)
+    with pytest.raises(ValueError, match="neither attention nor multiplication is asked for"):
+        install(attention, attention=False, multiplication=False)
     with install(attention), pytest.raises(ValueError, match=r"installed in this model already \(site\)"):
         install(torch.nn.ModuleDict({"site": attention}))
     assert uninstall(attention) == 0
@@ -403,7 +418,7 @@ def test_importing_the_door_does_not_import_openfold3():
 
 def test_a_step_not_served_throughout_is_refused(layer, monkeypatch):
     attention = layer()
-    installation = model.plug(attention)
+    installation = model.find_backend("turbopair_attention").plug(attention)
     assert model.not_served(installation) == [""]  # not called
     attention(*inputs(1, 9, 9, 32))
     assert model.not_served(installation) == []
@@ -411,15 +426,10 @@ def test_a_step_not_served_throughout_is_refused(layer, monkeypatch):
     assert model.not_served(installation) == [""]
 
 
-def test_backends_that_are_not_there_say_why():
-    for name, reason in {"turbopair": "no triangle multiplication yet; turbopair_attention", "flex": "has not been plugged"}.items():
-        with pytest.raises(ValueError, match=reason):
-            model.find_backend(name)
-
-
-def test_the_experiment_measures_turbopair(openfold3):
+@pytest.mark.parametrize("backend", ["turbopair", "turbopair_attention"])
+def test_the_experiment_measures_turbopair(openfold3, backend):
     from tests.cpu.openfold.test_step import cell
 
-    metrics = step_time.run(cell("turbopair_attention"), torch.device("cpu"))
+    metrics = step_time.run(cell(backend), torch.device("cpu"))
     assert metrics["backend_calls"] == 32 and metrics["loss"] > 0 and metrics["grad_norm"] > 0
     assert metrics["dtype.attention"] == metrics["dtype.bias"] == "bfloat16"

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from scipy.stats import truncnorm
 
 from pipeline.openfold import model
 
@@ -35,6 +36,17 @@ def test_filling_leaves_no_matrix_zero_and_is_seeded(modules):
     assert model.fill_zero_initialised(filled, 0.1) == 0
     assert model.fill_zero_initialised(zero, 0.1, seed=0) > 100
     assert torch.equal(dict(zero.named_parameters())[gate], weight)
+
+
+def test_quick_weights_have_the_same_distribution_and_every_backend_gets_the_same(openfold3):
+    quick, other = (model.fresh(model.find_backend(name), "reduced", 384, 0).model for name in ("turbopair", "lma"))
+    assert other.settings.memory.train.use_lma and not quick.settings.memory.train.use_lma
+    weights = dict(quick.named_parameters())
+    assert all(torch.equal(p, weights[name]) for name, p in other.named_parameters())
+    linear = weights["pairformer_stack.blocks.0.pair_stack.tri_att_start.mha.linear_q.weight"]
+    assert linear.std().item() == pytest.approx(1 / linear.shape[1] ** 0.5, rel=0.05)  # LeCun's, cut off at two standard deviations
+    assert linear.abs().max().item() == pytest.approx(2 / 0.8796 / linear.shape[1] ** 0.5, rel=0.01)
+    assert model._TruncatedNormal.std() == pytest.approx(truncnorm.std(a=-2, b=2))
 
 
 def test_attention_only_turns_the_setting_off_for_every_multiplication(modules):

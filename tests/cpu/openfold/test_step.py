@@ -1,4 +1,5 @@
 import math
+import weakref
 
 import pytest
 import torch
@@ -6,8 +7,8 @@ import torch
 from pipeline.cells import Cell
 from pipeline.experiments import step_time
 from pipeline.implementations import Unsupported
-from pipeline.openfold import model, sites
-from pipeline.openfold.ranks import StepFailed
+from pipeline.openfold import busy, model, sites
+from pipeline.openfold.ranks import Ranks, StepFailed
 from pipeline.openfold.step import PHASES, checksum
 
 PAIRFORMER = "pairformer_stack.blocks.1.pair_stack.tri_att_end"
@@ -117,6 +118,50 @@ def test_experiment_gives_its_metrics(openfold3):
 def test_experiment_refuses_with_a_reason(openfold3, case, reason):
     with pytest.raises(Unsupported, match=reason):
         step_time.run(case, torch.device("cpu"))
+
+
+def test_cells_of_one_process_leave_no_model_behind(openfold3, monkeypatch):
+    """Weights are drawn once; a model is gone when its cell ends, also when the cell fails."""
+    alive, drawn = [], []
+    original, build = step_time.TrainingStep, model.build
+
+    def remembered(module, *args, **options):
+        alive.append(weakref.ref(module))
+        return original(module, *args, **options)
+
+    monkeypatch.setattr(step_time, "TrainingStep", remembered)
+    monkeypatch.setattr(model, "build", lambda *args, **options: drawn.append(args) or build(*args, **options))
+    model._drawn.cache_clear()
+    metrics = [step_time.run(cell(name), torch.device("cpu")) for name in ("turbopair", "pytorch")]
+    assert metrics[0]["loss"] == pytest.approx(metrics[1]["loss"], rel=1e-3)
+
+    def broken(network):
+        raise RuntimeError("it broke")
+
+    monkeypatch.setattr(step_time, "checksum", broken)
+    with pytest.raises(RuntimeError, match="it broke"):
+        step_time.run(cell("lma"), torch.device("cpu"))
+    assert len(alive) == 3 and len(drawn) == 1
+    assert [reference() for reference in alive] == [None] * 3
+
+
+def test_recomputation_is_timed_inside_the_backward(make_step):
+    outcome = make_step()()
+    assert 0 < outcome.seconds["backward.recompute"] < outcome.seconds["backward"]
+
+
+def test_the_profile_of_a_step_becomes_metrics(monkeypatch):
+    work = busy.Busy(total=3.0, compute=2.0, communication=1.5, events=7, parts={"attention": 0.5, "other": 1.5})
+    monkeypatch.setattr(busy, "measure", lambda step: (work, {"odd_kernel": 1.4999, "rare_kernel": 1e-4}))
+    alone = step_time._gpu(None, Ranks(0, 1, torch.device("cpu")))
+    assert alone == {
+        "s.gpu_busy": 2.0, "gpu_communication": 1.5, "gpu_events": 7, "gpu.attention": 0.5, "gpu.other": 1.5,
+        "gpu.unknown": "odd_kernel 1.4999",
+    }  # fmt: skip
+    two = Ranks(0, 2, torch.device("cpu"))
+    monkeypatch.setattr(Ranks, "gather", lambda self, value: [value, 2 * value])
+    shared = step_time._gpu(None, two)
+    assert shared["s.gpu_busy"] == 4.0 and shared["gpu_busy.rank0"] == 2.0 and shared["gpu_busy.rank1"] == 4.0
 
 
 def test_backends_which_would_silently_be_pytorch_are_refused():

@@ -36,7 +36,7 @@ def commands() -> list[str]:
         inline = re.findall(
             r"`([^`\n]*(?:make|python -m pipeline) [^`\n]*)`", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
         )
-        found += [line for block in blocks(text, "sh") for line in block.splitlines()] + inline
+        found += [line for block in blocks(text, "sh") for line in block.splitlines() if line[0] != "#"] + inline
     return sorted({line.split(" #")[0].strip() for line in found} - {""})
 
 

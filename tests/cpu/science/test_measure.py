@@ -132,3 +132,9 @@ def test_clocks_power_and_throttling_are_sampled(monkeypatch: pytest.MonkeyPatch
     metrics = sampler.metrics()
     assert (metrics["clock_sm_mhz.min"], metrics["clock_sm_mhz.max"]) == (1750, 1980)
     assert metrics["power_w.median"] == 650 and metrics["throttle"] == "power_cap"
+
+
+def test_the_yardstick_is_the_same_work_each_time() -> None:
+    first, second = measure.yardstick(torch.device("cpu")), measure.yardstick(torch.device("cpu"))
+    result = first.run(first.prepare())
+    assert isinstance(result, torch.Tensor) and result.shape == (256, 256) and torch.equal(result, second.run(None))  # type: ignore[arg-type]

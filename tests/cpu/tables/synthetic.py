@@ -4,6 +4,7 @@ import math
 import random
 
 from pipeline.cells import Cell
+from pipeline.curves import encode
 from pipeline.records import Record, Status
 
 DIGEST = "a1b2c3d4e5f60718" * 4
@@ -80,11 +81,115 @@ def timing(name, n=384, d=32, *, spread=0.02, environment=H200, digest=DIGEST, v
     return record(cell("kernel_time", name, n, d, family), metrics, environment=environment, digest=digest, version=version)
 
 
+WEIGHTS = {
+    "triangle_multiplication": (
+        "norm_in_weight", "norm_in_bias", "a_p", "a_g", "b_p", "b_g", "norm_out_weight", "norm_out_bias", "out", "gate",
+    ),
+    "attention_module": ("norm_weight", "norm_bias", "q", "k", "v", "bias", "gate", "out"),
+}  # fmt: skip
+# of multiplication: ratio of out, dz and the worst weight to the floor; ms forward and backward at N = 768
+PRODUCTS = {
+    "eager": (3.6, 6.4, 7.0, 7.8, 23.5), "cuequivariance": (2.9, 5.4, 6.0, 0.8, 3.6), "turbopairformer": (2.9, 5.05, 5.5, 1.4, 2.9),
+    "turbopair": (2.85, 5.0, 5.2, 0.65, 1.85),
+}  # fmt: skip
+MODULES = {
+    "openfold3": (3.0, 5.0, 6.0, 13.0, 26.0), "cuequivariance": (2.5, 4.0, 4.5, 4.0, 17.0), "flex": (2.5, 4.0, 4.6, 2.0, 8.0),
+    "turbopair": (2.4, 3.9, 4.2, 1.6, 6.0),
+}  # fmt: skip
+
+
+def pair_cell(experiment, implementation, operator="triangle_multiplication", n=384, family="normal", seed=0, **more):
+    own = {"direction": "outgoing", "weight_dtype": "fp32"} if operator == "triangle_multiplication" else {"heads": 4, "head_dim": 32}
+    fields = {"channels": 128, "masked": family == "masked"} | own | more
+    return Cell(experiment=experiment, implementation=implementation, operator=operator, n=n, family=family, seed=seed, **fields)
+
+
+def pair_accuracy(name, operator="triangle_multiplication", *, scale=1.0, worst="gate", **fields):
+    out, dz, dw, *_ = (PRODUCTS if operator == "triangle_multiplication" else MODULES)[name]
+    metrics = {"dtype.dw": "bfloat16" if fields.get("weight_dtype") == "bf16" else "float32"}
+    ratios = {"out": out, "dz": dz, **{f"dw_{w}": dw if w == worst else 0.5 * dw for w in WEIGHTS[operator]}}
+    for tensor, ratio in ratios.items():
+        floor, rms = 1e-3, 0.5
+        metrics |= {f"rmse.{tensor}": scale * ratio * floor, f"floor.{tensor}": floor, f"ratio.{tensor}": scale * ratio}
+        metrics |= {f"rel_rmse.{tensor}": scale * ratio * floor / rms, f"max_err.{tensor}": 0.1, f"ref_rms.{tensor}": rms}
+    return record(pair_cell("accuracy", name, operator, **fields), metrics, version={"cuequivariance": "0.13.0"}.get(name))
+
+
+def pair_determinism(name, operator="triangle_multiplication", *, differing=(), **fields):
+    results = ("out", "dz", *(f"dw_{w}" for w in WEIGHTS[operator]))
+    metrics = {"calls": 5} | {f"bitwise.{t}": t not in differing for t in results}
+    return record(pair_cell("determinism", name, operator, **fields), metrics)
+
+
+def pair_timing(name, operator="triangle_multiplication", *, n=384, yardstick=0.6, spread=0.02, **fields):
+    *_, forward, backward = (PRODUCTS if operator == "triangle_multiplication" else MODULES)[name]
+    made = timing("eager", n, spread=spread)
+    times = {"forward": forward, "forward_grad": 1.1 * forward, "backward": backward, "both": 1.1 * forward + backward}
+    metrics = dict(made.metrics) | {"ms.yardstick": yardstick}
+    for key, ms in times.items():
+        metrics |= {f"ms.{key}{suffix}": ms * (n / 768) ** 3 for suffix in ("", ".p10", ".p90")}
+    return record(pair_cell("kernel_time", name, operator, n, **fields), metrics, version={"cuequivariance": "0.13.0"}.get(name))
+
+
+def pair_run(lengths=(384, 768)):
+    """Both operators with most endings: numbers, two dtypes of weights, a peer that is missing, one that does not do a case."""
+    records = []
+    for n in lengths:
+        for direction in ("outgoing", "incoming"):
+            for dtype in ("fp32", "bf16"):
+                for family in ("normal", "masked"):
+                    at = {"n": n, "direction": direction, "weight_dtype": dtype, "family": family}
+                    for name in PRODUCTS:
+                        if name == "turbopairformer" and dtype == "bf16":
+                            reason = "turbopairformer takes weights in fp32"
+                            records.append(record(pair_cell("accuracy", name, **at), None, Status.UNSUPPORTED, reason))
+                        else:
+                            records.append(pair_accuracy(name, **at))
+                        records.append(pair_determinism(name, **at, differing=("dw_a_p",) if name == "cuequivariance" else ()))
+                    missing = "miniworld-engine is not installed (pip install miniworld-engine)"
+                    records.append(record(pair_cell("accuracy", "miniworld_engine", **at), None, Status.NOT_INSTALLED, missing))
+                if direction == "outgoing":
+                    for name in PRODUCTS:
+                        if name != "turbopairformer" or dtype == "fp32":
+                            records.append(pair_timing(name, n=n, direction=direction, weight_dtype=dtype))
+                    records.append(
+                        record(pair_cell("kernel_time", "miniworld_engine", n=n, weight_dtype=dtype), None, Status.NOT_INSTALLED, missing)
+                    )
+        for name in MODULES:
+            for family in ("normal", "masked"):
+                records.append(pair_accuracy(name, "attention_module", n=n, family=family))
+                records.append(pair_determinism(name, "attention_module", n=n, family=family))
+            records.append(pair_timing(name, "attention_module", n=n))
+    return records
+
+
 def step(name, crop=768, busy=9.0, wall=11.0, *, ranks=1, environment=H100):
     of = cell("step_time", name, crop, 32, "openfold", options={"nodes": 1, "ranks_per_node": ranks})
     metrics = {"s.wall": wall, "wall.p10": wall * 0.99, "wall.p90": wall * 1.01, "loss": 3.2145, "grad_norm": 1.0, "peak_bytes": 39 * 2**30}
-    metrics |= {"s.backward": wall / 2, "ranks": ranks} | ({"s.gpu_busy": busy} if busy else {})
+    metrics |= {"s.backward": wall / 2, "backward.recompute": wall / 5, "ranks": ranks}
+    if busy:
+        metrics |= {"s.gpu_busy": busy, "gpu.attention": busy / 3, "gpu.gemm": busy / 5, "gpu_communication": 0.5 * (ranks > 1)}
     return record(of, metrics, environment=environment)
+
+
+def run_of_steps(name, losses, distances=(0.01, 0.02), *, environment=H200, crop=256, **more):
+    """A stability record with these losses; gradient norms follow them."""
+    curves = {
+        "loss": losses,
+        "grad_norm": [2 * loss for loss in losses],
+        "distance": distances,
+        "distance_triangle": [2 * d for d in distances],
+    }
+    metrics = {f"curve.{key}": encode(list(values)) for key, values in curves.items()} | {"steps_done": len(losses), "every": 10}
+    metrics |= {
+        "loss.first": losses[0],
+        "loss.last": losses[-1],
+        "grad_norm.median": 2 * losses[len(losses) // 2],
+        "grad_norm.max": 2 * max(losses),
+    }
+    for key in ("distance", "distance_triangle"):
+        metrics |= {f"{key}.median": sum(curves[key]) / 2, f"{key}.max": max(curves[key])}
+    return record(cell("stability", name, crop, 32, "openfold"), metrics | more, environment=environment)
 
 
 def whole_run(environment=H200, lengths=(384, 768), dims=(16, 32), seeds=2, families=("normal", "offset", "openfold")):
@@ -130,4 +235,9 @@ def whole_run(environment=H200, lengths=(384, 768), dims=(16, 32), seeds=2, fami
             records.append(step(name, crop, busy * scale, busy * scale + 3, environment=environment))
         lma = cell("step_time", "lma", crop, 32, "openfold")
         records.append(record(lma, None, Status.TIMEOUT, "longer than 3600 s", environment))
+    for name, apart, distance in (("pytorch_fp32", 0, 0.0), ("pytorch", 2e-3, 0.02), ("turbopair.paper", 1e-3, 0.01)):
+        losses = [5 / (1 + k / 10) * (1 + apart * (-1) ** k) for k in range(20)]
+        records.append(run_of_steps(name, losses, (distance, 2 * distance), environment=environment))
+    reason = "cuequivariance_torch is not installed"
+    records.append(record(cell("stability", "cuequivariance", 256, 32, "openfold"), None, Status.NOT_INSTALLED, reason, environment))
     return records

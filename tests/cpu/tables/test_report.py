@@ -71,7 +71,7 @@ def test_page_holds_summary_claims_tables_and_environment(page):
         "python -m pipeline run",
     ):
         assert piece in page
-    assert page.count("<svg") == 5
+    assert page.count("<svg") == 6
 
 
 def test_reasons_and_names_are_escaped(tmp_path):
@@ -90,7 +90,7 @@ def test_reasons_and_names_are_escaped(tmp_path):
 
 def test_svgs_are_well_formed_and_undated(written):
     paths = sorted((written[0] / "figures").glob("*.svg"))
-    assert len(paths) == 5
+    assert len(paths) == 6
     for path in paths:
         text = path.read_text()
         ElementTree.fromstring(text)

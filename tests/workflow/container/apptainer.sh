@@ -9,10 +9,11 @@ if [ -z "$mirror" ]; then echo "no Debian mirror in the package sources of this 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 chmod 755 "$work"
-mkdir -p "$work"/{etc,lists/partial,cache/archives/partial,packages,libc,tree}
+mkdir -p "$work"/{etc/preferences.d,lists/partial,cache/archives/partial,packages,libc,tree}
 echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror sid main" > "$work/etc/sources.list"
 options=(-qq -o "Dir::Etc=$work/etc" -o "Dir::State::Lists=$work/lists" -o "Dir::Cache=$work/cache" -o APT::Sandbox::User=root
-    -o Dir::State::status=/var/lib/dpkg/status -o Acquire::Languages=none)
+    -o Dir::State::status=/var/lib/dpkg/status -o Acquire::Languages=none
+    -o Acquire::Check-Valid-Until=false) # unstable goes out of date within a week, a mirror may lag behind; signatures are checked all the same
 apt-get "${options[@]}" update
 (cd "$work/packages" && apt-get "${options[@]}" download apptainer libc6 libseccomp2)
 

@@ -1,0 +1,274 @@
+"""Calls the GPU kernels on canonical tensors: Triton for what surrounds the product, cuBLAS for the product.
+
+Shapes are those of `ops.py`; a, b and x lie [B, N, C, P] in memory under the shape [B, C, N, P] (DESIGN.md, Layout). Everything here is
+on the path of every training call, so it does as little as possible: allocations, and forward four launches, backward eight. Every
+launch parameter is a function of the device, the shape and the dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .contract import X_DTYPE, pitch
+from .launch_kernels import LIMIT, Kernel, current_stream
+
+_ALIGNMENT = 8  # elements of bf16: 16 bytes, what the vector loads need of base addresses and strides
+
+
+class Launch(NamedTuple):
+    """How a kernel is launched: columns a tile, warps (of a stream), streams a CTA, CTAs a multiprocessor (grids are persistent)."""
+
+    block: int
+    warps: int
+    streams: int
+    residents: int
+    registers: int | None = None  # at most so many a thread, where the compiler would take more than `residents` allow
+
+    @property
+    def options(self) -> dict[str, int | None]:
+        return {"num_warps": self.warps, "maxnreg": self.registers}
+
+
+INPUT_FORWARD = Launch(64, 8, 2, 1)
+OUTPUT_FORWARD = Launch(64, 4, 1, 2)
+OUTPUT_BACKWARD = Launch(64, 4, 2, 1)
+INPUT_BACKWARD = Launch(64, 4, 2, 1)
+WEIGHT_GRADIENTS = Launch(64, 8, 1, 1)
+_STAGES = 4
+_SLAB = 32
+
+
+@lru_cache(maxsize=1)
+def _missing() -> str | None:
+    try:
+        from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma  # noqa: F401
+    except ImportError as error:
+        return (
+            f"triangle multiplication's kernels need Gluon of Triton 3.6 or 3.7, which cannot be imported ({error}):"
+            " pip install 'triton>=3.6,<3.8'"
+        )
+    return None
+
+
+@lru_cache(maxsize=64)
+def supports(device: torch.device) -> str | None:
+    """Why the kernels cannot run on `device`, or None. The reason says what to do."""
+    if device.type != "cuda":
+        return f"triangle multiplication's kernels run on CUDA devices; given {device}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability[0] != 9:
+        return f"triangle multiplication's kernels need a Hopper GPU (compute capability 9.0); {device} has {capability[0]}.{capability[1]}"
+    return _missing()
+
+
+@lru_cache(maxsize=64)
+def _sm_count(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+def _ready(x: Tensor) -> Tensor:
+    """`x` itself when the kernels can read it in place, else a contiguous copy."""
+    b, i, j, c = x.stride()
+    # Strides are passed in units of 8 elements as 32-bit integers, as are offsets within a tile of at most 128 columns.
+    if c != 1 or (b | i | j) % _ALIGNMENT or x.data_ptr() % 16 or max(b, i) > _ALIGNMENT * LIMIT or 128 * j > LIMIT:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def _place(x: Tensor) -> tuple[int, int, int]:
+    b, i, j, _ = x.stride()
+    return b // _ALIGNMENT, i // _ALIGNMENT, j // _ALIGNMENT
+
+
+class _Kernels:
+    """The kernels, imported when first needed: Triton is an optional dependency."""
+
+    def __init__(self) -> None:
+        from . import gradient_kernels, input_kernels, output_kernels, weight_kernels
+
+        self.pack_weights = Kernel(weight_kernels.pack_weights)
+        self.input_forward = Kernel(input_kernels.input_forward)
+        self.output_forward = Kernel(output_kernels.output_forward)
+        self.output_backward = Kernel(output_kernels.output_backward)
+        self.input_backward = Kernel(input_kernels.input_backward)
+        self.weight_gradients = Kernel(gradient_kernels.weight_gradients)
+        self.reduce_matrices = Kernel(weight_kernels.reduce_matrices)
+        self.reduce_norms = Kernel(weight_kernels.reduce_norms)
+
+
+@lru_cache(maxsize=1)
+def _kernels() -> _Kernels:
+    return _Kernels()
+
+
+class _Call:
+    """What the kernels of one call share: sizes, keys, the packed weights."""
+
+    def __init__(self, z: Tensor, mask: Tensor | None, weights: Sequence[Tensor]) -> None:
+        self.kernels = _kernels()
+        self.device = z.device
+        index = z.device.index
+        self.sms = _sm_count(index)
+        self.stream = current_stream(index)
+        self.batch, self.n, _, channels = z.shape
+        self.pitch = pitch(self.n)
+        padded = 64 if channels <= 64 else 128
+        self.channels = {"C": channels, "CP": padded}
+        self.mask = z if mask is None else mask
+        self.mask_place = (0, 0, 0) if mask is None else mask.stride()
+        self.place = _place(z)
+        large = max(self.batch * self.n * self.n, *self.mask_place) > LIMIT
+        self.key = None if large else (index, channels, None if mask is None else mask.dtype)
+        self.masked = mask is not None
+
+        weights = [weight if weight.is_contiguous() else weight.contiguous() for weight in weights]
+        self.weights_key = (index, channels, *[weight.dtype for weight in weights])
+        self.packed = torch.empty(6 * padded * padded, dtype=torch.bfloat16, device=z.device)
+        self.vectors = torch.empty(4 * padded, dtype=torch.float32, device=z.device)
+        arguments = (*weights, self.packed, self.vectors)
+        self.kernels.pack_weights(self.weights_key, (7, 1, 1), arguments, self.channels, {"num_warps": 8}, self.stream)
+
+    def clear_padding(self, tensor: Tensor) -> None:
+        """Zero columns N to P, which a product of N columns leaves as they were."""
+        if self.pitch != self.n:
+            tensor[..., self.n :].zero_()
+
+    def tiles(self, launch: Launch) -> tuple[int, int, int, int]:
+        """Tiles, tiles a row, N, and the pitch in units of 8."""
+        per_row = -(-self.n // launch.block)
+        return self.batch * self.n * per_row, per_row, self.n, self.pitch // 8
+
+    def run(self, kernel: Kernel, launch: Launch, arguments: tuple[Any, ...], sizes: tuple[int, ...], *, masked: bool = False) -> None:
+        """Launch a kernel over all tiles."""
+        tiles = self.tiles(launch)
+        ctas = min(self.sms * launch.residents, -(-tiles[0] // launch.streams))
+        constants = {**self.channels, "BM": launch.block, "WARPS": launch.warps}
+        if masked:
+            constants["HAS_MASK"] = self.masked
+        if launch.streams > 1:
+            constants["STREAMS"] = launch.streams
+        kernel(self.key, (ctas, 1, 1), (*arguments, *tiles, *self.place, *sizes), constants, launch.options, self.stream)
+
+
+def _matrices(tensor: Tensor) -> Tensor:
+    """[B, N, C, P] in memory as the matrices [B, C, N, P] of the product: rows of a matrix lie C * P apart."""
+    return tensor.transpose(1, 2)
+
+
+def _product(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """out = left @ right for every batch element and channel. The out= form: autocast has no say in it."""
+    for index in range(out.shape[0]):
+        torch.bmm(left[index], right[index], out=out[index])
+
+
+def forward(
+    z: Tensor, mask: Tensor | None, weights: Sequence[Tensor], outgoing: bool, eps: float, save: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out, a, b and x of bf16 z; shapes as in `turbopair::triangle_multiplication_forward`."""
+    if z.device.index != torch.cuda.current_device():
+        with torch.cuda.device(z.device):
+            return forward(z, mask, weights, outgoing, eps, save)
+    z = _ready(z)
+    call = _Call(z, mask, weights)
+    n, channels, device = call.n, z.shape[-1], z.device
+    shape = (call.batch, n, channels, call.pitch)
+    a, b = (torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
+    x = torch.empty(shape, dtype=X_DTYPE, device=device)
+    out = torch.empty(z.shape, dtype=torch.bfloat16, device=device)
+
+    arguments = (z, call.mask, call.packed, call.vectors, a, b, float(eps))
+    call.run(call.kernels.input_forward, INPUT_FORWARD, arguments, call.mask_place, masked=True)
+    am, bm, xm = _matrices(a), _matrices(b), _matrices(x)
+    if outgoing:
+        _product(xm[..., :n], am, bm.mT)
+        call.clear_padding(x)
+    else:
+        _product(xm, am[..., :n].mT, bm)
+    call.run(call.kernels.output_forward, OUTPUT_FORWARD, (z, x, call.packed, call.vectors, out, float(eps)), ())
+    if not save:
+        return out, z.new_empty(0), z.new_empty(0), torch.empty(0, dtype=X_DTYPE, device=device)
+    shown = (call.batch, channels, n, call.pitch)
+    return out, a.view(shown), b.view(shown), x.view(shown)
+
+
+def backward(
+    dout: Tensor,
+    z: Tensor,
+    mask: Tensor | None,
+    weights: Sequence[Tensor],
+    a: Tensor,
+    b: Tensor,
+    x: Tensor,
+    outgoing: bool,
+    eps: float,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """dz (contiguous) and the ten weight gradients in their weights' dtypes."""
+    if z.device.index != torch.cuda.current_device():
+        with torch.cuda.device(z.device):
+            return backward(dout, z, mask, weights, a, b, x, outgoing, eps)
+    z, dout = _ready(z), _ready(dout)
+    call = _Call(z, mask, weights)
+    kernels, n, channels, device = call.kernels, call.n, z.shape[-1], z.device
+    shape = (call.batch, n, channels, call.pitch)
+    a, b, x = (tensor.reshape(shape) for tensor in (a, b, x))
+    if x.data_ptr() % 16:
+        x = x.clone()
+    dx, da, db, spare = (torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in range(4))
+    dy, d_gate, dz = (torch.empty(z.shape, dtype=torch.bfloat16, device=device) for _ in range(3))
+    statistics = torch.empty(4 * call.batch * n * n, dtype=torch.float32, device=device)
+
+    arguments: tuple[Any, ...] = (dout, z, x, call.packed, call.vectors, statistics, dx, dy, d_gate, float(eps))
+    call.run(kernels.output_backward, OUTPUT_BACKWARD, arguments, _place(dout))
+    am, bm, dxm, dam, dbm = (_matrices(tensor) for tensor in (a, b, dx, da, db))
+    if outgoing:
+        _product(dam, dxm[..., :n], bm)
+        _product(dbm, dxm[..., :n].mT, am)
+    else:
+        _product(dam[..., :n], bm, dxm.mT)
+        call.clear_padding(da)
+        _product(dbm, am[..., :n], dxm)
+    pre = (da, dx, db, spare)  # d_p takes the place of its operand's gradient, one d_g that of dx
+    arguments = (z, call.mask, statistics, call.packed, call.vectors, da, db, d_gate, *pre, dz)
+    call.run(kernels.input_backward, INPUT_BACKWARD, arguments, call.mask_place, masked=True)
+    return dz, _weight_gradients(call, z, x, statistics, pre, d_gate, dy, weights)
+
+
+def _shares(sms: int) -> tuple[int, int]:
+    """CTAs for each pair of input projections, whose tiles are three tensors, and for gate and output projection, where they are two."""
+    narrow = max(1, sms * 4 // 17)
+    return max(1, (sms - 2 * narrow) // 2), narrow
+
+
+def _weight_gradients(
+    call: _Call,
+    z: Tensor,
+    x: Tensor,
+    statistics: Tensor,
+    pre: tuple[Tensor, ...],
+    d_gate: Tensor,
+    dy: Tensor,
+    weights: Sequence[Tensor],
+) -> tuple[Tensor, ...]:
+    """The ten weight gradients: sums of a fixed set of tiles a CTA, added in a fixed order."""
+    kernels, launch, channels = call.kernels, WEIGHT_GRADIENTS, z.shape[-1]
+    tiles = call.tiles(launch)
+    wide, narrow = (min(ctas, tiles[0]) for ctas in _shares(call.sms))
+    slots, matrix = 4 * wide + 2 * narrow, channels * channels
+    counts = (slots * matrix, slots * channels, 12 * matrix)
+    matrices, sums, norm_partials = torch.empty(sum(counts), dtype=torch.float32, device=call.device).split(counts)
+    arguments = (z, x, statistics, *pre, d_gate, dy, matrices, sums, *tiles, *call.place, wide, narrow)
+    constants = {**call.channels, "BM": launch.block, "WARPS": launch.warps, "STAGES": _STAGES}
+    kernels.weight_gradients(call.key, (2 * (wide + narrow), 1, 1), arguments, constants, launch.options, call.stream)
+
+    gradients = tuple(torch.empty(weight.shape, dtype=weight.dtype, device=call.device) for weight in weights)
+    niw, nib, a_p, a_g, b_p, b_g, now, nob, projection, gate = gradients
+    constants = {**call.channels, "SLAB": _SLAB}
+    arguments = (matrices, sums, call.packed, call.vectors, norm_partials, a_p, a_g, b_p, b_g, projection, gate, wide, narrow)
+    kernels.reduce_matrices(call.weights_key, (channels, 6, 1), arguments, constants, {"num_warps": 4}, call.stream)
+    kernels.reduce_norms(call.weights_key, (4, 1, 1), (norm_partials, niw, nib, now, nob), constants, {"num_warps": 4}, call.stream)
+    return gradients

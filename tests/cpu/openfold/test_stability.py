@@ -1,0 +1,105 @@
+import math
+
+import pytest
+import torch
+
+from pipeline.cells import Cell
+from pipeline.config import ConfigError, ExperimentConfig, check_names
+from pipeline.curves import decode
+from pipeline.experiments import stability
+from pipeline.implementations import Unsupported
+from pipeline.openfold import model
+from pipeline.openfold.gradients import distance
+from pipeline.openfold.step import TrainingStep
+from pipeline.plan import plan
+
+CPU = torch.device("cpu")
+
+
+def cell(name, n=32, **options):
+    sizes = {"n": n, "slices": n, "heads": 4, "head_dim": 32}
+    options = {"steps": 2, "every": 2, "msa_rows": 8, **options}
+    return Cell(experiment="stability", implementation=name, **sizes, family="openfold", seed=0, options=options)
+
+
+@pytest.fixture(scope="module")
+def exact(openfold3):
+    return stability.run(cell(stability.FP32), CPU)
+
+
+def test_the_fp32_run_is_at_no_distance_from_itself(exact):
+    assert decode(exact["curve.distance"]) == decode(exact["curve.distance_triangle"]) == [0.0]
+    losses = decode(exact["curve.loss"])
+    assert len(losses) == exact["steps_done"] == 2 and losses[0] != losses[1] and min(losses) > 0.1
+    assert exact["loss.first"] == pytest.approx(sum(losses) / 2) and "diverged" not in exact
+
+
+@pytest.mark.slow
+def test_turbopair_sees_the_same_batches_and_noise_and_is_close(exact):
+    own = stability.run(cell("turbopair.exact"), CPU)
+    assert decode(own["curve.loss"]) == pytest.approx(decode(exact["curve.loss"]), rel=1e-3)
+    (apart,), (triangle,) = decode(own["curve.distance"]), decode(own["curve.distance_triangle"])
+    assert 1e-5 < apart < 0.05 and 1e-5 < triangle < 0.1
+
+
+def test_a_run_that_diverges_says_where(openfold3, monkeypatch):
+    original, calls = TrainingStep._not_sound, []
+
+    def not_sound(self, loss, losses):
+        calls.append(loss)
+        return original(self, loss if len(calls) < 2 else math.nan, losses)
+
+    monkeypatch.setattr(TrainingStep, "_not_sound", not_sound)
+    monkeypatch.setattr(stability, "_distances", lambda *args: {"distance": 0.1, "distance_triangle": 0.2})
+    metrics = stability.run(cell("pytorch", steps=3, every=1), CPU)
+    assert metrics["diverged"].startswith("at step 1: the loss is nan") and metrics["steps_done"] == 1
+    assert len(decode(metrics["curve.loss"])) == 1 and decode(metrics["curve.distance"]) == [0.1, 0.1]
+
+
+def test_samples_take_turns_and_windows_move():
+    samples = stability.samples_of(64, 0, 4)
+    first = [next(samples) for _ in range(5)]
+    assert all(sample["token_mask"].shape == (1, 64) and sample["msa"].shape[1] == 4 for sample in first)
+    assert all(float(sample["loss_weights"]["smooth_lddt"]) == 4.0 for sample in first)
+    positions = [sample["ref_pos"].shape[1] for sample in first]
+    again = stability.samples_of(64, 0, 4)
+    assert [next(again)["ref_pos"].shape[1] for _ in range(5)] == positions and len(set(positions)) > 2
+    whole = stability.samples_of(384, 0, 4)
+    assert [int(next(whole)["token_mask"].sum()) for _ in range(2)] == [384, 294]  # the second is padded
+    with pytest.raises(ValueError, match="no stored OpenFold3 batch has 1000 tokens"):
+        next(stability.samples_of(1000, 0, 4))
+
+
+def test_runs_are_planned_and_their_names_checked():
+    config = ExperimentConfig.model_validate({"name": "t", "stability": {"crops": [64], "steps": 3, "every": 2}})
+    check_names(config, "here")
+    cells = plan(config)
+    assert [c.implementation for c in cells] == config.stability.runs and {c.experiment for c in cells} == {"stability"}
+    assert cells[0].options == {"steps": 3, "every": 2, "recycles": 0, "size": "reduced"} and cells[0].ranks == 1
+    wrong = ExperimentConfig.model_validate({"name": "t", "stability": {"runs": ["turbopair.exakt"]}})
+    with pytest.raises(ConfigError, match=r"stability\.runs: unknown run 'turbopair\.exakt' \(did you mean 'turbopair\.exact'\?\)"):
+        check_names(wrong, "here")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("cuequivariance", "needs a CUDA device"), ("turbopair.x", "no run 'turbopair.x'; it has pytorch_fp32"), ("odd", "no backend 'odd'")],
+)
+def test_what_cannot_run_has_a_reason(openfold3, name, reason):
+    with pytest.raises(Unsupported, match=reason):
+        stability.run(cell(name), CPU)
+
+
+def test_every_name_is_a_run():
+    for name in stability.names():
+        backend, bf16 = stability._backend(name)
+        assert backend.name in model.BACKENDS and bf16 == (name != stability.FP32)
+
+
+def test_distance_is_relative_and_refuses_what_says_nothing():
+    a, b = {"x": torch.ones(4), "y": torch.zeros(2)}, {"x": torch.ones(4) * 1.1, "y": torch.zeros(2)}
+    assert distance(a, b) == pytest.approx(0.1) and distance(a, a) == 0
+    with pytest.raises(ValueError, match="the expected gradient is zero"):
+        distance(a, b, lambda name: name == "y")
+    with pytest.raises(ValueError, match="1 parameters have a gradient on one side only, y among them"):
+        distance(a, {"x": a["x"]})

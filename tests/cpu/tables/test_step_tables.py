@@ -1,0 +1,113 @@
+"""The tables of the optimizer step and of the stability experiment, from made-up records."""
+
+import pytest
+import synthetic as syn
+
+from pipeline import claims, figures, summary
+from pipeline.curves import decode, encode
+from pipeline.records import Status
+from pipeline.tables import build
+
+
+def row_of(section, name):
+    return next(row for row in section.rows if row.data["implementation"] == name)
+
+
+def test_step_speedups_use_gpu_time_where_there_is_one():
+    records = [syn.step("pytorch", busy=14.0, wall=20), syn.step("turbopair", busy=7.0, wall=15), syn.step("triton", busy=None, wall=30)]
+    section = build("step_time", records).sections[0]
+    assert section.title == "crop 768, 1 GPU"
+    row = row_of(section, "turbopair")
+    assert row.data["speedup.pytorch"] == pytest.approx(2.0)
+    assert row.data["speedup.triton"] == pytest.approx(2.0)  # wall against wall: Triton has no GPU time here
+    assert "speedup.cuequivariance" not in row.data
+
+
+def test_steps_of_other_numbers_of_gpus_and_crops_are_not_compared():
+    records = [syn.step("cuequivariance", ranks=1), syn.step("turbopair", ranks=2), syn.step("turbopair", crop=384)]
+    table = build("step_time", records)
+    sections = [section for section in table.sections if not section.detail]
+    assert [section.title for section in sections] == ["crop 384, 1 GPU", "crop 768, 1 GPU", "crop 768, 2 GPUs"]
+    assert [section.rows[0].values["ranks"].text for section in sections] == ["1", "1", "2"]
+    communicating = [s.title for s in table.sections if any(column.heading == "NCCL" for column in s.columns)]
+    assert communicating == ["crop 768, 2 GPUs: what the GPU works on, s a step"]
+    assert not any("speedup.cuequivariance" in row.data for s in sections for row in s.rows if row.data["implementation"] == "turbopair")
+
+
+def test_parts_of_the_gpu_time_and_of_the_step_have_sections_of_their_own():
+    records = [syn.step("turbopair", busy=6.0, wall=10), syn.step("lma", busy=None, wall=30)]
+    time, gpu, parts = build("step_time", records).sections
+    assert not time.detail and gpu.detail and parts.detail
+    assert [column.heading for column in gpu.columns] == ["back end", "attention", "GEMM"]  # one GPU: no NCCL
+    assert row_of(gpu, "turbopair").values["gpu.attention"].text == "2.00"
+    assert row_of(gpu, "lma").values["gpu.attention"].raw is None
+    assert [column.heading for column in parts.columns] == ["back end", "backward", "(recompute)"]
+    assert row_of(parts, "lma").values["backward.recompute"].text == "6.00"
+    assert row_of(time, "turbopair").data["gpu.gemm"] == pytest.approx(1.2)  # for the CSV
+
+
+def test_a_back_end_that_failed_has_its_reason_and_no_parts():
+    failed = syn.record(syn.cell("step_time", "triton", 768, 32, "openfold"), None, Status.TIMEOUT, "longer than 110 s", syn.H100)
+    time, *parts = build("step_time", [syn.step("turbopair"), failed]).sections
+    assert row_of(time, "triton").reason == "timeout: longer than 110 s"
+    assert all(row.data["implementation"] != "triton" for section in parts for row in section.rows)
+
+
+def test_step_claims_are_computed_from_the_records_with_most_gpus():
+    records = [syn.step(name, busy=busy, ranks=16) for name, busy in {"triton": 17.3, "cuequivariance": 12.0, "turbopair": 10.0}.items()]
+    records.append(syn.step("turbopair", busy=1.0, ranks=1))
+    found = {claim.key: claim for claim in claims.evaluate(summary.frame(records))}
+    assert found["step_speedup.triton"].words.startswith("reproduced") and found["step_speedup.triton"].measured.startswith("1.73")
+    assert found["step_speedup.cuequivariance"].words.startswith("exceeded")
+    assert found["step_speedup.cuequivariance"].measured.startswith("1.20")
+    assert found["step_lowest"].verdict is claims.Verdict.REPRODUCED
+
+
+# --- stability -------------------------------------------------------------------------------------------------------
+
+
+def runs():
+    exact = [5.0, 4.0, 3.0]
+    return [
+        syn.run_of_steps("pytorch_fp32", exact, (0.0, 0.0)),
+        syn.run_of_steps("pytorch", [5.0, 4.4, 3.0], (0.03, 0.05)),
+        syn.run_of_steps("turbopair.exact", [5.0, 4.0], (0.01, 0.02), diverged="at step 2: the loss is nan"),
+    ]
+
+
+def test_stability_compares_losses_and_gradients_with_fp32():
+    (section,) = build("stability", runs()).sections
+    assert section.title == "crop 256"
+    fp32, stock, own = (row_of(section, name) for name in ("pytorch_fp32", "pytorch", "turbopair.exact"))
+    assert stock.data["loss_off_fp32"] == pytest.approx(0.1 / 3) and own.data["loss_off_fp32"] == 0
+    assert own.remark == "diverged at step 2: the loss is nan" and own.values["steps_done"].text == "2"
+    assert own.values["distance.median"].best and not stock.values["distance.median"].best and not fp32.values["distance.median"].best
+    assert own.values["distance_triangle.max"].raw == pytest.approx(0.04)
+
+
+def test_stability_without_an_fp32_run_has_no_comparison_of_losses():
+    (section,) = build("stability", runs()[1:]).sections
+    assert not any("loss_off_fp32" in row.data for row in section.rows)
+
+
+def test_stability_is_drawn(tmp_path):
+    (drawing,) = figures.draw_all(summary.frame(runs()), tmp_path)
+    assert drawing.table == "stability" and all(path.stat().st_size > 5000 for path in drawing.paths)
+
+
+def test_a_damaged_curve_is_named():
+    records = runs()
+    records[1] = records[1].model_copy(update={"metrics": {**records[1].metrics, "curve.loss": "[1.0, 2.0"}})
+    with pytest.raises(ValueError, match=r"not a curve: '\[1\.0, 2\.0' is not JSON"):
+        build("stability", records)
+
+
+def test_curves_are_text_and_back():
+    values = [1.0, 1 / 3, 1e-12, 123456789.0]
+    assert decode(encode(values)) == pytest.approx(values, rel=1e-7)
+    assert decode("[]") == []
+    for bad in ("1", '["a"]', "[NaN]", "[true]", "[null]"):
+        with pytest.raises(ValueError, match="not a curve"):
+            decode(bad)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        encode([float("nan")])
