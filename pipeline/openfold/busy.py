@@ -22,7 +22,7 @@ GROUPS: tuple[tuple[str, str], ...] = (
     # turbopair's and cuEquivariance's multiplications (Triton), and OpenFold3's at inference
     (
         "multiplication",
-        r"^(input|output)_(forward|backward)$|^(projection|reduce)_gradients$|^pack_weights$"
+        r"^(input|output)_(forward|backward)$|^weight_gradients$|^reduce_(matrices|norms)$|^pack_weights$"
         r"|trimul|sigmoid_gated_dual_gemm|pairformer_join|^linear_fused_kernel|^sigmoid_mul_kernel",
     ),
     # turbopair's library; OpenFold3's Triton; CUTLASS in DeepSpeed and cuEquivariance; FlexAttention; what cuDNN and PyTorch call theirs

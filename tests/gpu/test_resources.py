@@ -1,5 +1,6 @@
 """Memory and host time of a call."""
 
+import gc
 import statistics
 import time
 
@@ -38,13 +39,31 @@ def test_peak_memory(hopper: torch.device, dim: int, precision: str, record_prop
 
 
 def test_nothing_is_kept_between_calls(hopper: torch.device) -> None:
-    """The allocated memory returns to where it was: no cached workspace, no leak over 50 calls."""
+    """The allocated memory returns to where it was: no cached workspace, no leak over 50 calls.
+
+    Autograd's thread may still hold the last call's tensors for a moment, and the allocator hands out blocks of up to 1 MiB more than
+    asked for; a leak of the smallest tensor of a call (the log-sum-exp, 0.6 MB) is 30 MB after 50 calls.
+    """
     data = _inputs(200, 32, hopper)
     checks.operator(data)
-    before = torch.cuda.memory_allocated()
+    before = _settled(0)
     for _ in range(50):
         checks.operator(data)
-    assert torch.cuda.memory_allocated() == before
+    limit = before + 8 * 2**20
+    assert _settled(limit) <= limit
+
+
+def _settled(limit: int, seconds: float = 5.0) -> int:
+    """Allocated bytes, once they are at most `limit` or have not fallen for a second; after `seconds` at the latest."""
+    start = lowered = time.monotonic()
+    lowest = torch.cuda.memory_allocated()
+    while lowest > limit and (now := time.monotonic()) - lowered < 1.0 and now - start < seconds:
+        gc.collect()
+        time.sleep(0.05)
+        allocated = torch.cuda.memory_allocated()
+        if allocated < lowest:
+            lowest, lowered = allocated, time.monotonic()
+    return lowest
 
 
 @pytest.mark.parametrize("dim", [16, 32])

@@ -43,8 +43,9 @@ TURBOPAIR_MULTIPLICATION = [
     name
     for path in sorted(SOURCES)
     if path.name != "common_kernels.py"
-    for name in re.findall(r"@triton\.jit\ndef ([a-z]\w+)\(", path.read_text())
+    for name in re.findall(r"@(?:triton|gluon)\.jit(?:\([^@]*?\))?\ndef ([a-z]\w+)\(", path.read_text())
 ]
+assert len(TURBOPAIR_MULTIPLICATION) >= 8, TURBOPAIR_MULTIPLICATION
 
 # Names as the profiler gave them on a GPU, or as the compiled libraries and Triton sources of the backends have them.
 NAMES = {
