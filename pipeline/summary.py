@@ -235,12 +235,12 @@ def shortfall(data: pd.DataFrame) -> str | None:
 
 
 def worse_than_plain(data: pd.DataFrame, part: pd.DataFrame) -> str | None:
-    """Which errors of ``part`` (accuracy of one implementation and operator) are absurd beside plain PyTorch's on the same cases.
+    """Which errors of ``part`` (one experiment, implementation and operator) are absurd beside plain PyTorch's on the same cases.
 
     None when none is, and when plain PyTorch was not measured on those cases.
     """
-    operator = operator_of(part)
-    plain = data[(data["experiment"] == "accuracy") & (data["implementation"] == PLAIN[operator]) & data["ok"]]
+    operator, experiment = operator_of(part), part["experiment"].iloc[0]
+    plain = data[(data["experiment"] == experiment) & (data["implementation"] == PLAIN[operator]) & data["ok"]]
     paired = part[part["ok"]].merge(plain, on=["device", *CASE], suffixes=("", ".plain"))
     found = []
     for tensor in SHOWN[operator]:
@@ -254,23 +254,27 @@ def worse_than_plain(data: pd.DataFrame, part: pd.DataFrame) -> str | None:
 
 @dataclass(frozen=True)
 class Gate:
-    """Whether a timing may be shown: ``reason`` is None if so, and ``accuracy`` holds the accuracy records it rests on."""
+    """Whether a timing may be shown: ``reason`` is None if so, and ``accuracy`` holds the rows whose errors it rests on."""
 
     reason: str | None
     accuracy: pd.DataFrame
 
 
 def gate(data: pd.DataFrame, timing: pd.Series) -> Gate:
-    """The accuracy records that stand behind a timing row, and why they do not, if they do not.
+    """The errors that stand behind a timing row, and why they do not, if they do not: its own, those of the call that was timed.
 
-    A record passes when no tensor's relative RMSE is above :data:`pipeline.experiments.accuracy.WRONG`, and none of those that
-    tables show is more than :data:`ABSURD` times that of plain PyTorch, where that was measured.
+    A record without errors of its own rests on accuracy records. Errors pass when no tensor's relative RMSE is above
+    :data:`pipeline.experiments.accuracy.WRONG`, and none of those that tables show is more than :data:`ABSURD` times that of plain
+    PyTorch, where that was measured.
 
-    They are of the same device, operator, implementation, implementation version, head dimension, channels and dtype of the
+    Accuracy records are of the same device, operator, implementation, implementation version, head dimension, channels and dtype of the
     weights, for turbopair of the same kernel digest; among them those nearest in size and, where there are any, of the same
     inputs.
     """
     operator = str(timing["operator"])
+    own = data[(data["cell_id"] == timing["cell_id"]) & (data["device"] == timing["device"])]
+    if any(f"rel_rmse.{tensor}" in own and own[f"rel_rmse.{tensor}"].notna().all() for tensor in RESULTS[operator]):
+        return _judged(data, own, operator)
     alike = ["device", "implementation", "operator", "head_dim", "channels", "weight_dtype"]
     found = of(data, "accuracy", operator)
     found = found[(found[alike] == timing[alike]).all(axis=1)]
@@ -297,6 +301,11 @@ def gate(data: pd.DataFrame, timing: pd.Series) -> Gate:
     passed = nearest[nearest["ok"]]
     if passed.empty or (nearest["status"] == "failed").any():
         return Gate(f"accuracy gate: at N = {nearest['n'].iloc[0]}: {shortfall(nearest)}", passed.iloc[:0])
+    return _judged(data, passed, operator)
+
+
+def _judged(data: pd.DataFrame, passed: pd.DataFrame, operator: str) -> Gate:
+    """The gate of a timing that rests on the errors of ``passed``."""
     for tensor in RESULTS[operator]:
         column = f"rel_rmse.{tensor}"
         worst = float(passed[column].max()) if column in passed else math.nan

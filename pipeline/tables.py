@@ -54,8 +54,8 @@ _ERRORS = (
     "relative to the gradient's RMS. Best in bold, dW within its type; rows without all cases are not compared."
 )
 _GATE = (
-    "Numbers are printed only beside a passing accuracy record of the same machine and kernel sources (relative RMSE of every tensor at "
-    f"most {summary.WRONG:.0%}, and at most {summary.ABSURD:g} times the error of plain PyTorch)."
+    "Numbers are printed only where the accuracy of the timed call, or an accuracy record of the same machine and kernel sources, passes "
+    f"(relative RMSE of every tensor at most {summary.WRONG:.0%}, and at most {summary.ABSURD:g} times the error of plain PyTorch)."
 )
 CAPTIONS = {
     "accuracy": (
@@ -76,8 +76,9 @@ CAPTIONS = {
     ),
     "kernel_time": (
         "Kernel time",
-        "Median time of the operator in each implementation's own layout. Numbers are printed only beside a passing accuracy record of "
-        f"the same machine and kernel sources (relative RMSE of every tensor at most {summary.WRONG:.0%}). "
+        "Median time of the operator in each implementation's own layout. Numbers are printed only where the accuracy of the "
+        "timed call, or an accuracy record of the same machine and kernel sources, passes "
+        f"(relative RMSE of every tensor at most {summary.WRONG:.0%}). "
         "fwd+grad: forward that keeps what the backward needs; peak: memory above "
         "the inputs, forward + backward; host: time until the calls return. Fastest in bold at each N.",
     ),

@@ -16,6 +16,7 @@ from pipeline.cells import Cell
 from pipeline.experiments import accuracy, shared
 from pipeline.implementations import Bound
 from pipeline.measure import Step, Timer, Timing, WarmUp
+from pipeline.tensors import TYPED
 
 #: defaults of the options ``warmup_ms`` and ``repeats``
 WARMUP_MS = 200.0
@@ -25,13 +26,18 @@ REPEATS = 20
 def run(cell: Cell, device: torch.device) -> dict[str, float | int | bool | str]:
     """``ms.{forward,forward_grad,backward,both}`` with ``.p10`` and ``.p90``, ``spread``, ``unstable``, ``ms.yardstick``,
     ``peak_bytes.{forward,both}``, ``host_us.{forward,backward}``, ``timer``, ``warmup_iters``, ``measured_iters``; on a
-    GPU with NVML the clocks, power and throttle reasons during the samples.
+    GPU with NVML the clocks, power and throttle reasons during the samples. Also the errors of this very call, under the
+    names of the accuracy experiment: a time stands beside the accuracy of what was timed.
 
     Options: ``warmup_ms``, ``repeats``. Raises :class:`~pipeline.experiments.accuracy.WrongResult` before any timing
     when the result of this very call is wrong.
     """
     bound = shared.bind(cell, device)
-    accuracy.refuse_wrong(accuracy.compare(shared.results(bound), shared.reference_for(shared.case_of(cell), device)))
+    results = shared.results(bound)
+    errors = accuracy.compare(results, shared.reference_for(shared.case_of(cell), device))
+    accuracy.refuse_wrong(errors)
+    checked = accuracy.metrics(errors, results, TYPED[cell.operator])
+    del results
     bound.clear()
     actions = steps(bound)
     clock = timer(cell, device)
@@ -43,7 +49,8 @@ def run(cell: Cell, device: torch.device) -> dict[str, float | int | bool | str]
     stick = {"ms.yardstick": timings.pop("yardstick").median}
     host = {f"host_us.{name}": measure.host_microseconds(actions[name], device, clock.repeats) for name in ("forward", "backward")}
     del yardstick  # its memory is not the implementation's
-    return {**timing_metrics(timings, warm), **stick, **host, **_peaks(bound, device), **sampler.metrics(), "timer": clock.watch.name}
+    times = timing_metrics(timings, warm)
+    return {**times, **stick, **host, **_peaks(bound, device), **sampler.metrics(), "timer": clock.watch.name, **checked}
 
 
 def steps(bound: Bound) -> dict[str, Step]:

@@ -7,6 +7,7 @@ import importlib.metadata
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, TypeVar
@@ -43,7 +44,8 @@ class Bound:
     ``call`` takes the native tensors of ``inputs`` in their order, which get gradients under their names, and gives the
     native output. ``parameters`` get gradients too and are used by ``call`` by themselves (those of a module). ``restore``
     maps the native output and gradients, by name (``out``, and the names of both dictionaries), to the operator's results
-    (:data:`pipeline.tensors.RESULTS`) in canonical layout.
+    (:data:`pipeline.tensors.RESULTS`) in canonical layout. With ``autocast``, forward and backward run under bf16 autocast, as a
+    training step's do.
     """
 
     call: Call
@@ -51,6 +53,7 @@ class Bound:
     dout: Tensor
     restore: Callable[[dict[str, Tensor]], dict[str, Tensor]]
     parameters: Mapping[str, Tensor] = field(default_factory=dict)
+    autocast: bool = False
     leaves: dict[str, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -64,14 +67,19 @@ class Bound:
         Without ``grad`` the inputs do not require gradients either: some peers choose their path by that.
         """
         if not grad:
-            with torch.no_grad():
+            with torch.no_grad(), self._context():
                 return self.call(*self.inputs.values())
         self.clear()
-        return self.call(*self._arguments)
+        with self._context():
+            return self.call(*self._arguments)
 
     def backward(self, out: Tensor) -> None:
         """Fill the gradients of the leaves from the native cotangent."""
-        out.backward(self.dout)
+        with self._context():
+            out.backward(self.dout)
+
+    def _context(self) -> AbstractContextManager[None]:
+        return torch.autocast(self.dout.device.type, dtype=torch.bfloat16) if self.autocast else nullcontext()
 
     def clear(self) -> None:
         """Drop the gradients."""

@@ -32,11 +32,11 @@ def bind_unpacked(inputs: PairInputs, call: Callable[..., Tensor]) -> Bound:
     return Bound(call=call, inputs={"dz": inputs.z[None], **weights}, dout=inputs.dout[None], restore=restore)
 
 
-def bind_packed(inputs: PairInputs, call: Callable[..., Tensor], *, residual: bool = False) -> Bound:
+def bind_packed(inputs: PairInputs, call: Callable[..., Tensor], *, residual: bool = False, autocast: bool = False) -> Bound:
     """A :class:`Bound` for a peer that takes ``call(z, **weights)`` with :data:`PACKED` weights.
 
     With ``residual`` its output is z plus the update; the update is compared, so z and its share of dz are taken off again
-    outside the timing.
+    outside the timing. With ``autocast`` both ways run under bf16 autocast.
     """
     w = inputs.weights
     packed = {
@@ -60,4 +60,4 @@ def bind_packed(inputs: PairInputs, call: Callable[..., Tensor], *, residual: bo
     def named(z: Tensor, *weights: Tensor) -> Tensor:
         return call(z, **dict(zip(PACKED, weights, strict=True)))
 
-    return Bound(call=named, inputs={"dz": inputs.z[None], **packed}, dout=inputs.dout[None], restore=restore)
+    return Bound(call=named, inputs={"dz": inputs.z[None], **packed}, dout=inputs.dout[None], restore=restore, autocast=autocast)

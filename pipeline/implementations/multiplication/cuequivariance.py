@@ -44,7 +44,8 @@ class CuEquivariance(MultiplicationPeer):
         def multiplication(z: Tensor, **weights: Tensor) -> Tensor:
             return update(z, direction=inputs.case.direction, mask=mask, eps=EPS, **weights)
 
-        bound = bind_packed(inputs, multiplication)
+        # fp32 masters beside bf16 z: its backward multiplies them together, which needs autocast to one dtype
+        bound = bind_packed(inputs, multiplication, autocast=inputs.case.weight_dtype != inputs.case.dtype)
         watch_fallback(self.title, lambda: bound.forward(grad=True), FALLBACK)
         bound.clear()
         return bound

@@ -5,12 +5,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 REFERENCE = "results/reference/nvidia-h200-2026-11-30"
-LENGTHS = (384, 768, 1024)
+LENGTHS = (384, 768)
 SHOWN = {
     "turbopair.paper": "turbopair `paper` (default)",
     "turbopair.exact": "turbopair `exact`",
+    "flex": "FlexAttention (torch.compile)",
     "cuequivariance": "cuEquivariance 0.13.0",
-    "sdpa": "PyTorch SDPA, expanded bias",
+    "eager": "PyTorch eager (OpenFold3 stock)",
 }
 
 
@@ -25,7 +26,7 @@ def rows() -> list[str]:
             times = " | ".join(f"{float(row[f'ms.{part}']):.2f}" for part in ("forward", "backward", "both"))
             errors = " | ".join(f"{float(row[f'rmse.{tensor}']):.2e}" for tensor in ("dq", "dk", "dbias"))
             memory = round(float(row["peak_bytes.both"]) / 2**20)
-            lines.append(f"| {n} | {title} | {times} | {memory} | {errors} | {row['bitwise']} |")
+            lines.append(f"| {n} | {title} | {times} | {memory} | {errors} | {row['bitwise'] or '–'} |")
     return lines
 
 

@@ -117,7 +117,9 @@ def test_kernel_time_record_has_every_key() -> None:
         "spread", "unstable", "peak_bytes.forward", "peak_bytes.both", "host_us.forward", "host_us.backward", "timer",
         "warmup_iters", "measured_iters", "ms.yardstick",
     }  # fmt: skip
-    assert set(record.metrics) == times | others
+    kinds, names = ("rmse", "rel_rmse", "max_err", "floor", "ratio", "ref_rms"), ("out", "dq", "dk", "dv", "dbias")
+    errors = {f"{kind}.{name}" for kind in kinds for name in names} | {"dtype.dbias"}
+    assert set(record.metrics) == times | others | errors
     assert record.metrics["timer"] == "perf_counter" and record.metrics["measured_iters"] == 3
     assert all(float(record.metrics[name]) > 0 for name in times)
     # plain PyTorch holds all logits: 12 slices x 2 heads x 40 x 40 of bf16, and more than one such array

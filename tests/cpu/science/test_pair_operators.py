@@ -3,6 +3,7 @@
 import types
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -320,6 +321,34 @@ def test_packed_weights_and_masks_of_the_peers(name: str, direction: str, family
     assert set(found) == set(RESULTS[MULTIPLICATION])
     # bf16 of x + update loses more of the update than bf16 of the update
     assert max(error.relative_rmse for error in found.values()) < 0.02
+
+
+class OneDtype(torch.autograd.Function):
+    """A product that multiplies what it is given in its backward: bf16 and fp32 together need autocast there, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.to(x.dtype).mT
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, (grad.flatten(0, -2).mT @ x.flatten(0, -2)).to(weight.dtype)
+
+
+@pytest.mark.parametrize("weight_dtype", ["fp32", "bf16"])
+def test_cuequivariance_has_autocast_in_both_ways_for_fp32_weights(weight_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mixed(x: Tensor, *rest: Any, **weights: Tensor) -> Tensor:
+        assert torch.is_autocast_enabled("cpu") == (weight_dtype == "fp32")
+        return packed_like(OneDtype.apply(x, torch.eye(x.shape[-1], dtype=weights["p_in_weight"].dtype)), *rest, **weights)
+
+    peer = implementations.get("cuequivariance", MULTIPLICATION)
+    monkeypatch.setattr(type(peer), "module", lambda self, name: types.SimpleNamespace(triangle_multiplicative_update=mixed))
+    monkeypatch.setattr("pipeline.implementations.multiplication.cuequivariance.FALLBACK", ())
+    case = product(weight_dtype=weight_dtype)
+    found = accuracy.compare(shared.results(peer.bind(shared.inputs_for(case, CPU))), shared.reference_for(case, CPU))
+    assert max(error.relative_rmse for error in found.values()) < 0.05
 
 
 def test_silent_fallback_of_a_peer_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:

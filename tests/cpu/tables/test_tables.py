@@ -247,6 +247,21 @@ def test_gate_stays_shut(accuracy, reason):
     assert not any(key.startswith("ms.") for key in (*row.values, *row.data))  # no number escapes, not even into the CSV
 
 
+def with_errors(record, errors):
+    return record.model_copy(update={"metrics": {**record.metrics, **errors}})
+
+
+def test_errors_of_the_timed_call_open_and_shut_the_gate():
+    """They count before any accuracy record, at their own size."""
+    good, bad = syn.errors((1.2,) * 4), syn.errors((1,) * 4, rms=1e-3)
+    row = kernel_row([with_errors(syn.timing("turbopair.exact", 1024), good)], "turbopair.exact")
+    assert row.reason is None and not row.values["rmse.dq"].text.endswith("*")
+    row = kernel_row([with_errors(syn.timing("turbopair.exact"), bad), syn.accuracy("turbopair.exact")], "turbopair.exact")
+    assert row.reason.startswith("accuracy gate: relative RMSE of O is 0.25, above")
+    absurd = [with_errors(syn.timing("eager"), good), with_errors(syn.timing("sdpa"), syn.errors((12.0,) * 4))]
+    assert kernel_row(absurd, "sdpa").reason.startswith("accuracy failed: error of dQ 10 times")
+
+
 def test_gate_wants_the_same_kernel_sources():
     other = summary.frame([syn.timing("turbopair.exact"), syn.accuracy("turbopair.exact")])
     other.loc[other["experiment"] == "accuracy", "digest"] = "f" * 64
