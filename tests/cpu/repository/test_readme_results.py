@@ -26,7 +26,7 @@ def rows() -> list[str]:
             times = " | ".join(f"{float(row[f'ms.{part}']):.2f}" for part in ("forward", "backward", "both"))
             errors = " | ".join(f"{float(row[f'rmse.{tensor}']):.2e}" for tensor in ("dq", "dk", "dbias"))
             memory = round(float(row["peak_bytes.both"]) / 2**20)
-            lines.append(f"| {n} | {title} | {times} | {memory} | {errors} | {row['bitwise'] or '–'} |")
+            lines.append(f"| {n} | {title} | {times} | {memory} | {errors} | {row['bitwise'] or 'not run'} |")
     return lines
 
 
