@@ -114,6 +114,11 @@ class Cell(BaseModel):
         return (self.operator, self.n, *sizes, self.family, self.seed, self.dtype, self.masked)
 
     @property
+    def table(self) -> str:
+        """The name in :data:`TABLES` of the table that the cell belongs to."""
+        return f"{self.experiment}{SUFFIX[self.operator]}"
+
+    @property
     def ranks(self) -> int:
         """Number of processes that compute the cell together."""
         return int(self.options.get("nodes", 1)) * int(self.options.get("ranks_per_node", 1))

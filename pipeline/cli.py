@@ -110,10 +110,10 @@ def plan(config: ConfigOption = SMOKE, set_: SetOption = [], experiment: Experim
         for cell in cells:
             typer.echo(cell.id)
         return
-    counts = Counter((cell.experiment, cell.implementation) for cell in cells)
+    counts = Counter((cell.table, cell.implementation) for cell in cells)
     for (name, implementation), number in counts.items():
-        typer.echo(f"{name:12} {implementation:24} {number:6}")
-    typer.echo(f"{'all':37} {len(cells):6}")
+        typer.echo(f"{name:26} {implementation:24} {number:6}")
+    typer.echo(f"{'all':51} {len(cells):6}")
 
 
 @app.command()

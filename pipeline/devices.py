@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 
 #: A device for PyTorch, and the environment variables that make it the only visible one.
 Device = tuple[str, dict[str, str]]
@@ -77,3 +80,43 @@ def choose(wanted: str) -> list[Device]:
     if wanted == "cuda":
         raise NoDevice(_no_gpu())
     return [("cpu", {})]
+
+
+def cpus(root: Path = Path("/")) -> int:
+    """How many CPUs this process may keep busy, at least 1: those it may run on, no more than its control group's time or Slurm allow.
+
+    A container with a quota of 4 CPUs on a machine of 32 still sees 32. As many threads would be stopped in the middle of their
+    work, each time while the others spin. ``root`` is where ``/proc`` and ``/sys`` are.
+    """
+    limits = [len(os.sched_getaffinity(0)), *(math.ceil(quota) for quota in _quotas(root))]
+    slurm = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    return max(1, min([*limits, int(slurm)] if slurm.isdecimal() else limits))
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """CPU time a unit of time, as the control groups above this process limit it (version 2 and 1)."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        # in a container the path may be that of the host: its own group is then where the mount begins
+        group = mount / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(mount) and (limit := _limit(folder)) is not None:
+                yield limit
+
+
+def _limit(group: Path) -> float | None:
+    try:
+        if (group / "cpu.max").exists():
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota, period = ((group / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+        return int(quota) / int(period) if int(quota) > 0 else None
+    except (OSError, ValueError):  # absent, or "max": no limit
+        return None

@@ -25,6 +25,7 @@ class Finding:
     good: bool | None
     text: str
     advice: str = ""
+    operator: str = ""  # of an implementation
 
 
 def examine(site_path: Path | None = None) -> list[Finding]:
@@ -38,7 +39,12 @@ def print_report(site_path: Path | None = None, console: Console | None = None) 
     console = console or Console()
     findings = examine(site_path)
     table = Table(show_header=False, box=None, pad_edge=False)
+    heading = ""
     for finding in findings:
+        if finding.operator != heading:
+            heading = finding.operator
+            table.add_row()
+            table.add_row(Text(heading.replace("_", " "), style="bold", no_wrap=True))
         mark = {True: "yes", False: "NO", None: "-"}[finding.good]
         table.add_row(finding.subject, mark, Text(finding.text + (f"\n→ {finding.advice}" if finding.advice else "")))
     console.print(table)
@@ -148,15 +154,22 @@ def _implementations() -> Iterator[Finding]:
 
     from pipeline import implementations
     from pipeline.inputs import Case
+    from pipeline.pair_inputs import ModuleCase, MultiplicationCase
+    from pipeline.tensors import ATTENTION, MODULE, MULTIPLICATION
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    case = Case(n=128, slices=128, heads=4, head_dim=32)
-    for name in implementations.names():
-        one = implementations.get(name)
-        try:
-            version = one.version()
-            reason = one.supports(case, device)
-        except implementations.NotInstalled as error:
-            yield Finding(name, None, str(error))
-        else:
-            yield Finding(name, True if reason is None else None, version if reason is None else reason)
+    cases = {
+        ATTENTION: Case(n=128, slices=128, heads=4, head_dim=32),
+        MULTIPLICATION: MultiplicationCase(n=128, channels=128),
+        MODULE: ModuleCase(n=128, channels=128),
+    }
+    for operator, case in cases.items():
+        for name in implementations.names(operator):
+            one = implementations.get(name, operator)
+            try:
+                version = one.version()
+                reason = one.supports(case, device)
+            except implementations.NotInstalled as error:
+                yield Finding(name, None, str(error), operator=operator)
+            else:
+                yield Finding(name, True if reason is None else None, version if reason is None else reason, operator=operator)

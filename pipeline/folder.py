@@ -111,18 +111,15 @@ def _unusable(path: Path, error: OSError) -> FolderError:
 
 
 def differences(old: ExperimentConfig, new: ExperimentConfig) -> list[str]:
-    """The keys in which two configurations differ, with both values."""
-    before, after = (dict(_flat(config.model_dump(mode="json", exclude_none=True))) for config in (old, new))
-    return [
-        f"{key}: {before.get(key, 'absent')} there, {after.get(key, 'absent')} here"
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key)
-    ]
+    """The keys in which two configurations differ, with both values; of a section that only one of them has, the section's name."""
+    return list(_differences(old.model_dump(mode="json", exclude_none=True), new.model_dump(mode="json", exclude_none=True)))
 
 
-def _flat(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in data.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+def _differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key in sorted(before.keys() | after.keys()):
+        there, here = before.get(key, "absent"), after.get(key, "absent")
+        if isinstance(there, dict) and isinstance(here, dict):
+            yield from _differences(there, here, f"{prefix}{key}.")
+        elif there != here:
+            there, here = ("a section" if isinstance(value, dict) else value for value in (there, here))
+            yield f"{prefix}{key}: {there} there, {here} here"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from rich import box
@@ -18,14 +19,15 @@ from pipeline.tables import build
 
 
 def show(name: str, records: Sequence[Record], console: Console, planned: Iterable[Cell] = ()) -> None:
-    """Print the table of one experiment: the overview sections, each row without numbers with its reason."""
+    """Print the table of one experiment: the overview sections, and below each why rows are left out of it or remarkable."""
     table = build(name, records, planned)
     console.print(Text(table.title, style="bold"), Text(table.caption, style="dim"), sep="\n")
     if table.message:
         console.print(Text(table.message, style="bold yellow"))
+    said: dict[str, str] = {}
     for section in table.sections:
         if not section.detail:
-            _print_section(section, console)
+            _print_section(section, console, said)
     hidden = sum(section.detail for section in table.sections)
     if hidden:
         console.print(Text(f"{hidden} more sections by size or inputs are in tables/{name}.md", style="dim"))
@@ -43,30 +45,51 @@ def show_claims(records: Sequence[Record], console: Console, planned: Iterable[C
             console.print(Text(f"    measured: {claim.measured}; paper: {claim.paper}", style="dim"))
 
 
-def _print_section(section: Section, console: Console) -> None:
+def _print_section(section: Section, console: Console, said: dict[str, str]) -> None:
+    """Print a section; ``said`` holds the reasons of the sections before, each with what it is of, and takes in those of this one."""
     labels = section.columns[: section.labels]
     # Columns without a single value (nothing measured it here) would only take room in a terminal.
     rest = [c for c in section.columns[section.labels :] if any(c.key in row.values for row in section.rows)]
     console.print()
     console.print(Text(section.title, style="bold"))
-    for block in _blocks(section, labels, rest, console.width):
+    shown = [row for row in section.rows if any(column.key in row.values for column in rest)]
+    for block in _blocks(section, labels, rest, console.width) if shown else []:
         # Headings break at spaces, values and names never.
         grid = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
         for column in block:
             width = _width(section, column)
             grid.add_column(Text(column.heading), justify="right" if column.numeric else "left", vertical="bottom", width=width)
-        for row in section.rows:
+        for row in shown:
             style = "dim" if row.reason else ""
             values = [row.values.get(column.key, Value(ABSENT)) for column in block]
             grid.add_row(*(Text(v.text, style="bold green" if v.best else style, no_wrap=True) for v in values))
         console.print(grid)
-    for row in section.rows:
-        why = row.reason or row.remark
-        if why:
-            name = " ".join(row.values[column.key].text for column in labels)
-            console.print(Text(f"{name}: {why}", style="yellow"))
+    reasons = _reasons(section, labels)
+    for text in reasons:
+        if text not in said:
+            console.print(Text(text, style="yellow"))
+    if again := [said[text] for text in reasons if text in said]:
+        console.print(Text(f"as above: {'; '.join(again)}", style="yellow"))
+    said |= reasons
     if section.note:
         console.print(Text(section.note, style="dim"))
+
+
+def _reasons(section: Section, labels: list[Column]) -> dict[str, str]:
+    """Reasons and remarks of the rows, and what each is of: an implementation, with the sizes (or inputs) unless it is of all."""
+    *outer, inner = labels
+    places: dict[tuple[str, str], list[str]] = {}
+    rows = Counter(row.values[inner.key].text for row in section.rows)
+    for row in section.rows:
+        if why := row.reason or row.remark:
+            place = " ".join(row.values[column.key].text for column in outer)
+            places.setdefault((row.values[inner.key].text, why), []).append(place)
+    heading = " ".join(column.heading for column in outer)
+    reasons = {}
+    for (name, why), where in places.items():
+        of = name if len(where) == rows[name] else f"{name}, {heading} {', '.join(where)}"
+        reasons[f"{of}: {why}"] = of
+    return reasons
 
 
 def _width(section: Section, column: Column) -> int:

@@ -57,7 +57,7 @@ class LocalSite(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: the GPUs when there are any, else the CPU."""
     threads: StrictInt = Field(default=0, ge=0)
-    """CPU threads a worker; 0 shares the CPUs among the workers, whatever OMP_NUM_THREADS says (Snakemake sets it to 1)."""
+    """CPU threads a worker; 0 shares the CPUs (of its affinity, cgroup and Slurm) among the workers, whatever OMP_NUM_THREADS says."""
     container: Container = Container()
     """The image in which the work runs."""
 

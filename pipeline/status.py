@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from pipeline.cells import TABLES
 from pipeline.folder import RunFolder
 from pipeline.launch import kernel_digest
 from pipeline.plan import plan
@@ -23,7 +25,7 @@ MISSING, OUTDATED = "missing", "outdated"
 
 @dataclass
 class RunStatus:
-    """Counts by (experiment, implementation); the rest by name."""
+    """Counts by (table, implementation): one name may stand for an attention and for a multiplication; the rest by name."""
 
     counts: dict[tuple[str, str], Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     bad: list[Record] = field(default_factory=list)
@@ -52,7 +54,7 @@ def read_status(root: Path) -> RunStatus:
     digest = kernel_digest()
     for cell in cells:
         record = records.pop(cell.id, None)
-        key = (cell.experiment, cell.implementation)
+        key = (cell.table, cell.implementation)
         if record is None or record.kernel_digest != digest:
             result.counts[key][MISSING if record is None else OUTDATED] += 1
             continue
@@ -72,8 +74,8 @@ def write_status(root: Path) -> None:
         "time": now(),
         "totals": dict(found.totals),
         "experiments": [
-            {"experiment": experiment, "implementation": implementation, **counts}
-            for (experiment, implementation), counts in found.counts.items()
+            {"experiment": TABLES[table][0], "operator": TABLES[table][1], "implementation": implementation, **counts}
+            for (table, implementation), counts in found.counts.items()
         ],
         "failed": [{"cell_id": record.cell_id, "status": record.status.value, "reason": record.reason} for record in found.bad],
         "damaged": [str(error.path.name) for error in found.damaged],
@@ -85,16 +87,20 @@ def print_status(root: Path, console: Console | None = None) -> None:
     """Print the state of a run."""
     console = console or Console()
     found = read_status(root)
-    table = Table(title=f"{root}", title_justify="left")
-    for heading in ("experiment", "implementation"):
-        table.add_column(heading)
-    for heading in ("done", MISSING, OUTDATED, "failed", "not available"):
-        table.add_column(heading, justify="right")
-    for (experiment, implementation), counts in found.counts.items():
+    rows = {}
+    for (name, implementation), counts in found.counts.items():
         failed = sum(number for status, number in counts.items() if status not in (MISSING, OUTDATED) and Status(status) not in FINAL)
         absent = counts[Status.UNSUPPORTED] + counts[Status.NOT_INSTALLED]
         numbers = (counts[Status.OK], counts[MISSING], counts[OUTDATED], failed, absent)
-        table.add_row(experiment, implementation, *(str(number or "") for number in numbers))
+        rows[name, implementation] = dict(zip(("done", MISSING, OUTDATED, "failed", "not available"), numbers, strict=True))
+    table = Table(title=f"{root}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for heading in ("experiment", "implementation"):
+        table.add_column(heading, no_wrap=True)
+    shown = [heading for heading in next(iter(rows.values()), {}) if heading == "done" or any(row[heading] for row in rows.values())]
+    for heading in shown:
+        table.add_column(heading, justify="right")
+    for (name, implementation), row in rows.items():
+        table.add_row(name, implementation, *(str(row[heading] or "") for heading in shown))
     console.print(table)
     for record in found.bad[:REASONS_SHOWN]:
         _line(console, f"{record.status.value}: {record.cell_id} (attempt {record.attempt}): {record.reason}")

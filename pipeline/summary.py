@@ -227,7 +227,7 @@ def shortfall(data: pd.DataFrame) -> str | None:
     texts = []
     for (status, reason), count in items[:2]:
         words = status.replace("_", " ")
-        text = words if not reason else reason if reason.startswith(words) else f"{words}: {reason}"
+        text = words if not reason else reason if words in reason else f"{words}: {reason}"
         texts.append(text if count == len(data) else f"{count} of {len(data)} {text}")
     if len(items) > 2:
         texts.append(f"and {len(items) - 2} other reasons")
@@ -278,7 +278,8 @@ def gate(data: pd.DataFrame, timing: pd.Series) -> Gate:
     alike = ["device", "implementation", "operator", "head_dim", "channels", "weight_dtype"]
     found = of(data, "accuracy", operator)
     found = found[(found[alike] == timing[alike]).all(axis=1)]
-    size = "".join(f" at {letter} = {timing[key]}" for letter, key in (("D", "head_dim"), ("C", "channels")) if timing[key])
+    shape = [f"{letter} = {timing[key]}" for letter, key in (("D", "head_dim"), ("C", "channels")) if timing[key]]
+    size = f" at {', '.join(shape)}" if shape else ""
     where = f"{label(str(timing['implementation']), operator)}{size} on {timing['device']}"
     if is_turbopair(str(timing["implementation"])):
         found = found[found["digest"] == timing["digest"]]

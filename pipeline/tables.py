@@ -108,7 +108,7 @@ CAPTIONS = {
         "baselines (in GPU busy time where it was measured, else in wall time). GPU busy: union of the intervals of kernels and copies in "
         "one profiled step, communication apart. What the GPU works on is told by the kernels' names: attention and multiplication are "
         "fused kernels; where there are none (stock, LMA) they are matrix products, softmax and element-wise kernels. Parts in brackets "
-        "are inside the one before.",
+        "are inside the one before. Peak: memory allocated on the GPU, or resident on a CPU.",
     ),
     "stability": (
         "Stability of training",

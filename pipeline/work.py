@@ -27,7 +27,7 @@ def work(cells: Path, results: Path, *, device: str, threads: int = 0, attached:
     74: no space left for results. 128 + signal: told to stop. With ``attached`` the end of standard input also means to
     stop: the launcher is gone. With ``rank`` this process is one rank of the chunk's only item, as RANK, WORLD_SIZE and
     LOCAL_RANK say; 1 if it failed. ``threads`` is the number of CPU threads of each worker; 0 shares the CPUs that this
-    process may use among the workers.
+    process may use (:func:`pipeline.devices.cpus`) among the workers.
     """
     chunk = read_chunk(cells)
     results = results.absolute()
@@ -50,13 +50,13 @@ def work(cells: Path, results: Path, *, device: str, threads: int = 0, attached:
             check_inside(chunk.library_digest, use_gpu=device != "cpu")
             keep_materials(results, os.environ[DIGEST])
         chosen = devices.choose(device)
+        # said explicitly: OMP_NUM_THREADS may be that of a rule of Snakemake, and times on a CPU would depend on who started the run
         if rank:
             from pipeline.ranks import run_one_rank
 
-            good = run_one_rank(chunk, results, logs, _rank_device(chosen), stop, threads)
+            good = run_one_rank(chunk, results, logs, _rank_device(chosen), stop, threads or devices.cpus())
             return 0 if good else 1
-        # said explicitly: OMP_NUM_THREADS may be that of a rule of Snakemake, and times on a CPU would depend on who started the run
-        threads = threads or max(1, len(os.sched_getaffinity(0)) // len(chosen))
+        threads = threads or max(1, devices.cpus() // len(chosen))
         supervisor = Supervisor(chunk, results, chosen, logs, beside(cells).append, threads=threads)
         supervisor.stop = stop
         supervisor.run()

@@ -55,7 +55,7 @@ class Row(NamedTuple):
     reason: str | None
     """Why not, or not always, by turbopair."""
     calls: int
-    """Forward calls computed by turbopair, recomputation under checkpointing among them."""
+    """Forward calls computed by turbopair, recomputation under checkpointing among them; those inside a torch.compile are not counted."""
     stock_calls: int | None
     """Forward calls left to OpenFold3; None where they are not counted, at a site that is left alone."""
 
@@ -71,7 +71,8 @@ class Settings:
 
     def refuse(self, sites: list[str], reason: str) -> None:
         """Raise NotServed if strict; otherwise warn, once a reason."""
-        names = f"{sites[0]} and {len(sites) - 1} more" if len(sites) > 1 else sites[0]
+        first = sites[0] or "the module itself"  # the layer was given to install, not a model
+        names = f"{first} and {len(sites) - 1} more" if len(sites) > 1 else first
         if self.strict:
             raise NotServed(f"turbopair cannot serve {names}: {reason}")
         if reason not in self.said:
@@ -94,6 +95,15 @@ class Site:
     stock_calls: int = 0
     answers: dict[_Conditions, str | None] = field(default_factory=dict)
     """Why calls on this device, with these dtypes of pair representation, mask and autocast, are not served; None if they are."""
+
+    def count(self, *, served: bool) -> None:
+        """Count a call. Not one that torch.compile traces: it would compile anew for every number that it meets."""
+        if torch.compiler.is_compiling():
+            return
+        if served:
+            self.calls += 1
+        else:
+            self.stock_calls += 1
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The answers hold for this process and its devices only.
@@ -135,7 +145,8 @@ class Installation:
 
     def __str__(self) -> str:
         rows = self.report()
-        lines = []
+        removed = self._served and not any(module.__dict__.get("_turbopair") is site for module, site in self._served)
+        lines = ["removed; until then:"] if removed else []
         for operator in (ATTENTION, MULTIPLICATION):
             sites_of = [row for row in rows if row.operator == operator]
             served = sum(row.served_by == "turbopair" for row in sites_of)
@@ -176,7 +187,10 @@ def install(
     order: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, layers.Served):
-            raise ValueError(f"turbopair is installed in this model already ({name or 'its root'}); remove that first: remove, uninstall")
+            raise ValueError(
+                f"turbopair is installed in this model already ({name or 'its root'});"
+                " first remove that, with remove() of what install returned or with turbopair.openfold3.uninstall(model)"
+            )
         operator = layers.operator_of(module)
         if operator is None:
             continue

@@ -104,9 +104,9 @@ class TurbopairTriangleAttention(Served, TriangleAttention):
         """
         site = self._turbopair
         if self._refusal(x, mask) is not None:
-            site.stock_calls += 1
+            site.count(served=False)
             return super().forward(x, mask, transpose_bias, chunk_size, *settings, **named_settings)
-        site.calls += 1
+        site.count(served=True)
         if not self.starting:
             x, mask = x.transpose(-2, -3), None if mask is None else mask.transpose(-1, -2)
         x = self.layer_norm(x)
@@ -185,11 +185,11 @@ class TurbopairTriangleMultiplication(Served, TriangleMultiplicativeUpdate):
         """
         site = self._turbopair
         if self._refusal(z, mask) is not None:
-            site.stock_calls += 1
+            site.count(served=False)
             return super().forward(
                 z, mask, inplace_safe, use_cueq_triangle_kernels, use_triton_triangle_kernels, _add_with_inplace, _inplace_chunk_size
             )
-        site.calls += 1
+        site.count(served=True)
         update = triangle_multiplication(*_arguments(self, z, mask))
         if not inplace_safe or use_cueq_triangle_kernels:
             return update

@@ -10,6 +10,7 @@ OpenFold3's own code in fp32 for the same weights, batch and noise.
 """
 
 import itertools
+import math
 import statistics
 import traceback
 from collections.abc import Iterator
@@ -132,14 +133,19 @@ def _train(
         if number:
             step.batch = next(samples)
         noise = seed + 1000 * (number + 1)
-        if number % every == 0:
-            for name, value in _distances(step, twin, noise).items():
+        problem: str | None = None
+        for name, value in (_distances(step, twin, noise) if number % every == 0 else {}).items():
+            if math.isfinite(value):
                 curves[name].append(value)
+            else:
+                problem = f"the {name} of the gradient from fp32 is {value}"
         model.seed_rank(noise, 0)
         try:
             outcome = step()
         except StepFailed as error:
-            return curves, f"at step {number}: {error}"
+            problem = str(error)  # says more
+        if problem is not None:
+            return curves, f"at step {number}: {problem}"
         curves["loss"].append(outcome.loss)
         curves["grad_norm"].append(outcome.grad_norm)
     return curves, None

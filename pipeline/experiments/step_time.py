@@ -16,6 +16,8 @@ import resource
 import statistics
 import sys
 import traceback
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,7 +48,7 @@ def run(cell: Cell, device: torch.device) -> dict[str, Metric]:
     kernel and copy intervals without communication, of the slowest rank; `gpu_busy.rank<r>`), `gpu.<part>` of it (see
     `pipeline.openfold.busy`) and `gpu_communication` of rank 0, `gpu.unknown` (names of kernels in the part other).
     Also `loss` and `grad_norm` (last measured step, rank 0), `peak_bytes` (largest of the ranks; allocated during the measured
-    steps on a GPU, resident during the whole life of the process on a CPU), `bytes_before` (on a GPU: allocated when the cell began),
+    steps on a GPU, resident on a CPU, there with what the process held before), `bytes_before` (on a GPU: allocated when the cell began),
     `dtype.*` as they were at a triangle attention, `backend_calls` (in one step).
 
     Raises NotInstalled or Unsupported with the reason; StepFailed, on every rank, when any rank fails or has a loss or gradient
@@ -170,6 +172,8 @@ def _measure(
         step()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
+    else:
+        _forget_resident_peak()
     outcomes = [step() for _ in range(measured)]
     peak = torch.cuda.max_memory_allocated() if cuda else _resident_peak()
     phase_steps = int(cell.options.get("phase_steps", _GPU_PHASE_STEPS))
@@ -227,6 +231,12 @@ def _phases(seconds: dict[str, float]) -> dict[str, Metric]:
     return {name if "." in name else f"s.{name}": value for name, value in seconds.items()}
 
 
+def _forget_resident_peak() -> None:
+    """Begin the process's high-water mark anew, which else is that of the largest cell that the process has computed."""
+    with suppress(OSError):  # only Linux has it, and a container may forbid it: the mark then stays that of the process's life
+        Path("/proc/self/clear_refs").write_text("5")
+
+
 def _resident_peak() -> int:
-    """Largest resident size of this process so far, in bytes."""
+    """Largest resident size of this process, in bytes, since the last :func:`_forget_resident_peak`."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

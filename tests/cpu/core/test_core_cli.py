@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gzip
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from pipeline import cli, output, work
+from pipeline import cli, devices, output, ranks, work
 from pipeline.config import ExperimentConfig
 from pipeline.folder import FolderError, RunFolder
 from pipeline.plan import plan
@@ -149,9 +150,59 @@ def test_the_cpus_are_shared_among_the_workers(
 
     path = Chunk(kernel_digest="k", timeout_s={}, items=[]).write(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(work.os, "sched_getaffinity", lambda _: set(range(12)))
+    monkeypatch.setattr(work.devices, "cpus", lambda: 12)
     monkeypatch.setattr(work.devices, "choose", lambda _: [("cpu", {})] * devices)
     monkeypatch.setattr(work, "Supervisor", Fake)
     monkeypatch.setattr(work.signal, "signal", lambda *_: None)
     assert work.work(path, tmp_path, device="auto", threads=threads) == 0
     assert seen == [expected]
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(0, 12), (3, 3)])
+def test_a_rank_has_the_cpus_of_its_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, expected: int) -> None:
+    seen: list[int] = []
+
+    def fake(chunk: Chunk, results: Path, logs: Path, device: str, stop: threading.Event, threads: int) -> bool:
+        seen.append(threads)
+        return True
+
+    path = Chunk(kernel_digest="k", timeout_s={}, items=[]).write(tmp_path)
+    monkeypatch.setattr(work.devices, "cpus", lambda: 12)
+    monkeypatch.setattr(ranks, "run_one_rank", fake)
+    monkeypatch.setattr(work.signal, "signal", lambda *_: None)
+    assert work.work(path, tmp_path, device="cpu", rank=True, threads=threads) == 0
+    assert seen == [expected]
+
+
+V1_QUOTA = {"cpu.cfs_quota_us": "350000\n", "cpu.cfs_period_us": "100000\n"}
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "slurm", "expected"),
+    [
+        ("0::/\n", {}, None, 12),
+        ("0::/\n", {"cpu.max": "max 100000\n"}, None, 12),
+        ("0::/\n", {"cpu.max": "400000 100000\n"}, None, 4),
+        ("0::/\n", {"cpu.max": "50000 100000\n"}, None, 1),
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "600000 100000\n"}, None, 6),
+        ("0::/of/the/host\n", {"cpu.max": "400000 100000\n"}, None, 4),
+        ("4:memory:/\n3:cpuacct,cpu:/x\n", {f"cpu/x/{name}": text for name, text in V1_QUOTA.items()}, None, 4),
+        ("3:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None, 12),
+        ("0::/\n", {"cpu.max": "400000 100000\n"}, "2", 2),
+        ("0::/\n", {}, "64", 12),
+        (None, {}, "", 12),
+    ],
+)
+def test_cpus_are_those_that_may_be_kept_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cgroup: str | None, files: dict[str, str], slurm: str | None, expected: int
+) -> None:
+    written = {f"sys/fs/cgroup/{name}": text for name, text in files.items()} | ({"proc/self/cgroup": cgroup} if cgroup else {})
+    for name, text in written.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _: set(range(12)))
+    if slurm is None:
+        monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
+    else:
+        monkeypatch.setenv("SLURM_CPUS_PER_TASK", slurm)
+    assert devices.cpus(tmp_path) == expected

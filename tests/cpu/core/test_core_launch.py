@@ -8,7 +8,7 @@ import pytest
 
 from pipeline import devices, launch
 from pipeline.config import ExperimentConfig
-from pipeline.folder import FolderError, RunFolder
+from pipeline.folder import FolderError, RunFolder, differences
 from pipeline.loading import ConfigError
 from pipeline.local import LocalExecutor
 from pipeline.plan import plan
@@ -192,6 +192,14 @@ def test_a_folder_belongs_to_its_configuration(run: Any, tmp_path: Path) -> None
     _, items, _ = run(config(implementations=["eager", "sdpa", "lma"], cases=3, cell_timeout_s=5), both)
     assert len(items) == 5
     assert RunFolder(tmp_path / "run").read_config().timeout_s("accuracy") == 5
+
+
+def test_a_section_that_one_configuration_lacks_is_one_difference() -> None:
+    other = {"accuracy": {"implementations": ["eager"], "crops": [8]}}
+    more = ExperimentConfig.model_validate({**config().model_dump(), "multiplication": other})
+    assert differences(more, config(crops=[8])) == [
+        "accuracy.crops: [16] there, [8] here", "multiplication: a section there, absent here",
+    ]  # fmt: skip
 
 
 def test_two_runs_may_not_share_an_experiment(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from pipeline import doctor, slurm_state, status
+from pipeline.cells import OPERATORS
 from pipeline.config import ExperimentConfig
 from pipeline.folder import RunFolder
 from pipeline.plan import plan
@@ -72,19 +73,31 @@ def test_the_status_for_other_programs(folder: RunFolder) -> None:
     data = json.loads((folder.root / "status.json").read_text())
     assert data["totals"]["oom"] == 2
     assert {entry["reason"] for entry in data["failed"]} == {"out of memory [8 GiB]"}
-    assert {"experiment": "accuracy", "implementation": "lma", "missing": 2} in data["experiments"]
+    assert {"experiment": "accuracy", "operator": "triangle_attention", "implementation": "lma", "missing": 2} in data["experiments"]
+
+
+def test_one_name_in_two_operators_has_a_line_in_each(tmp_path: Path) -> None:
+    settings = {"crops": [16], "cases": 1}
+    attention = {**settings, "implementations": ["eager"], "head_dims": [16]}
+    multiplication = {**settings, "implementations": ["eager"], "channels": 32, "directions": ["outgoing"]}
+    config = ExperimentConfig.model_validate({"name": "t", "accuracy": attention, "multiplication": {"accuracy": multiplication}})
+    folder = RunFolder(tmp_path)
+    folder.adopt(config)
+    counts = read_status(folder.root).counts
+    assert counts == {("accuracy", "eager"): {"missing": 1}, ("accuracy_multiplication", "eager"): {"missing": 1}}
 
 
 def test_the_doctor_looks_at_everything() -> None:
     from pipeline import implementations
 
-    findings = {finding.subject: finding for finding in doctor.examine()}
-    assert set(implementations.names()) <= set(findings)
-    assert {"PyTorch", "nvcc", "turbopair kernels", "Slurm", "container runtime"} <= set(findings)
-    assert findings["eager"].good
+    findings = doctor.examine()
+    for operator in OPERATORS:
+        assert implementations.names(operator) == [found.subject for found in findings if found.operator == operator]
+    assert {"PyTorch", "nvcc", "turbopair kernels", "Slurm", "container runtime"} <= {found.subject for found in findings}
+    assert all(found.good for found in findings if found.subject == "eager")
     stream = io.StringIO()
     assert doctor.print_report(console=Console(file=stream, width=200))
-    assert "eager" in stream.getvalue()
+    assert "triangle multiplication" in stream.getvalue()
 
 
 def test_the_doctor_says_what_a_site_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -371,6 +371,8 @@ def test_a_site_that_can_never_be_served_is_left_alone(layer):
     sites = torch.nn.ModuleDict({"wide": layer(head_dim=72), "fits": layer(), "other": other})
     with pytest.raises(NotServed, match="cannot serve wide: D is 72"):
         install(sites, strict=True)
+    with pytest.raises(NotServed, match="cannot serve the module itself: D is 72"):
+        install(sites["wide"], strict=True)
     assert uninstall(sites) == 0
     with pytest.warns(UserWarning) as caught:
         installation = install(sites)
@@ -391,8 +393,9 @@ def test_install_refuses_with_a_reason(layer, monkeypatch):
         install(attention, attention=False)
     with pytest.raises(ValueError, match="neither attention nor multiplication is asked for"):
         install(attention, attention=False, multiplication=False)
-    with install(attention), pytest.raises(ValueError, match=r"installed in this model already \(site\)"):
+    with install(attention) as handle, pytest.raises(ValueError, match=r"installed in this model already \(site\)"):
         install(torch.nn.ModuleDict({"site": attention}))
+    assert str(handle).startswith("removed; until then:\nturbopair serves 1 of 1")
     assert uninstall(attention) == 0
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.6.0")
     with pytest.raises(ImportError, match=r"openfold3 0\.6\.0 is installed; .* tested with 0\.5\.0"):

@@ -33,6 +33,20 @@ def layer(openfold3):
     return build
 
 
+def test_a_compiled_model_is_compiled_once_or_twice(layer):
+    multiplication = layer()
+    z, mask = inputs(1, N, N, C)
+    installation = install(multiplication, strict=True)
+    expected = multiplication(z, mask)
+    torch.compiler.reset()
+    compiled = torch.compile(multiplication, backend="aot_eager", fullgraph=True)
+    compiled(z, mask)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(3):
+            assert torch.equal(compiled(z, mask), expected)
+    assert installation.report()[0].calls == 1  # what torch.compile traced is not counted
+
+
 def update(multiplication, z, mask, bf16=False, **options):
     """Output and the gradients to z and every parameter."""
     multiplication.zero_grad()

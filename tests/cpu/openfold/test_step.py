@@ -1,4 +1,5 @@
 import math
+import os
 import weakref
 
 import pytest
@@ -167,3 +168,15 @@ def test_the_profile_of_a_step_becomes_metrics(monkeypatch):
 def test_backends_which_would_silently_be_pytorch_are_refused():
     assert "up to 100 tokens; asked for 100" in model.unsupported(model.find_backend("cuequivariance"), 100, torch.device("cuda"))
     assert model.unsupported(model.find_backend("cuequivariance"), 101, torch.device("cuda")) is None
+
+
+def test_the_peak_on_a_cpu_is_not_that_of_an_earlier_cell() -> None:
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("this system does not let a process begin its high-water mark anew")
+    step_time._forget_resident_peak()
+    before = step_time._resident_peak()
+    torch.ones(2**26)  # 256 MiB, given back at once
+    large = step_time._resident_peak()
+    step_time._forget_resident_peak()
+    assert large - before > 200 * 2**20
+    assert large - step_time._resident_peak() > 200 * 2**20

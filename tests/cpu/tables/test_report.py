@@ -123,10 +123,24 @@ def terminal(name, records, width=150):
 def test_show_prints_numbers_and_reasons(run):
     text = terminal("accuracy", run)
     assert "turbopair (exact)" in text and "2.16" in text
-    assert "DeepSpeed DS4Sci: not installed: deepspeed is not installed" in text
+    assert "DeepSpeed DS4Sci: deepspeed is not installed" in text
     assert "12 more sections by size or inputs are in tables/accuracy.md" in text
 
 
 def test_show_prints_reasons_literally():
     failed = syn.record(syn.cell("accuracy", "trifast"), None, Status.FAILED, "bad [bold]tag[/bold] index [0]")
     assert "bad [bold]tag[/bold] index [0]" in terminal("accuracy", [failed])
+
+
+def test_show_says_each_reason_once():
+    def failed(n, reason):
+        return syn.record(syn.cell("kernel_time", "trifast", n=n), None, Status.FAILED, reason)
+
+    text = terminal("kernel_time", [failed(384, "no compiler"), failed(768, "no compiler"), syn.timing("eager"), syn.accuracy("eager")])
+    assert text.count("trifast") == 1 and "\ntrifast: failed: no compiler\n" in text
+    text = terminal("kernel_time", [failed(384, "no compiler"), failed(768, "out of memory")])
+    assert "\ntrifast, N 384: failed: no compiler\ntrifast, N 768: failed: out of memory\n" in text
+    assert "fwd+bwd" not in text  # no row has a number: no grid
+    sections = [syn.record(syn.cell("accuracy", "trifast", family=f), None, Status.FAILED, "no compiler") for f in ("normal", "offset")]
+    text = terminal("accuracy", sections)
+    assert text.count("trifast: failed: no compiler") == 1 and text.count("as above: trifast") == 1
