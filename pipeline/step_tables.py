@@ -10,10 +10,19 @@ import pandas as pd
 from pipeline import summary
 from pipeline.summary import split
 from pipeline.table_model import TIMES, Column, Row, Scalar, Section, Value, mark_best
-from pipeline.table_rows import by_implementation, csv_data, devices_of, heading_of, mean, metric, name_value, number, section_keys
+from pipeline.table_rows import (
+    SPREAD_LIMIT,
+    by_implementation,
+    csv_data,
+    devices_of,
+    heading_of,
+    mean,
+    metric,
+    name_value,
+    number,
+    section_keys,
+)
 
-#: A timing whose p10 to p90 spans more than this share of its median says so.
-SPREAD_LIMIT = 0.05
 GIB = 2.0**30
 #: Speed-up columns: heading, and the back end it is measured against.
 STEP_BASELINES = {f"{TIMES} stock": "pytorch", f"{TIMES} Triton": "triton", f"{TIMES} cuEq": "cuequivariance"}

@@ -12,6 +12,8 @@ from pipeline import summary
 from pipeline.summary import label
 from pipeline.table_model import ABSENT, Scalar, Value, significant
 
+#: A timing whose p10 to p90 spans more than this share of its median says so.
+SPREAD_LIMIT = 0.05
 #: Implementations whose version is that of PyTorch, which the footnote tells.
 IN_TORCH = ("eager", "sdpa", "flex", "compiled")
 

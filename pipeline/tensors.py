@@ -6,7 +6,9 @@ column for all: the worst of them (``dw``).
 
 from __future__ import annotations
 
-ATTENTION, MULTIPLICATION, MODULE = OPERATORS = ("triangle_attention", "triangle_multiplication", "attention_module")
+from pipeline.cells import OPERATORS
+
+ATTENTION, MULTIPLICATION, MODULE = OPERATORS
 
 #: weights of a triangle multiplication, in the order in which ``turbopair`` takes them
 MULTIPLICATION_WEIGHTS = (

@@ -11,15 +11,24 @@ from pipeline import summary
 from pipeline.quality_tables import equal_cases, error_heading
 from pipeline.summary import error_key, split
 from pipeline.table_model import ABSENT, TIMES, Column, Row, Scalar, Section, Value, mark_best
-from pipeline.table_rows import by_implementation, csv_data, devices_of, heading_of, mean, metric, name_value, number, section_keys
+from pipeline.table_rows import (
+    SPREAD_LIMIT,
+    by_implementation,
+    csv_data,
+    devices_of,
+    heading_of,
+    mean,
+    metric,
+    name_value,
+    number,
+    section_keys,
+)
 from pipeline.tensors import ATTENTION, PLAIN, SHOWN, SYMBOL, gradients
 
-#: A timing whose p10 to p90 spans more than this share of its median says so.
-SPREAD_LIMIT = 0.05
 MIB = 2.0**20
 DIRECTIONS = {"forward": "fwd ms", "forward_grad": "fwd+grad ms", "backward": "bwd ms", "both": "fwd+bwd ms"}
 #: The tensors whose errors stand beside the times of attention; of the other operators all that are shown.
-BESIDE = {ATTENTION: ("dq", "dk", "dbias")}
+BESIDE: dict[str, tuple[str, ...]] = {ATTENTION: ("dq", "dk", "dbias")}
 
 
 def kernel_time(data: pd.DataFrame, order: Sequence[str], operator: str = ATTENTION) -> list[Section]:

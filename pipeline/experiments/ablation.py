@@ -7,7 +7,6 @@ import torch
 from pipeline.cells import Cell
 from pipeline.experiments import accuracy, kernel_time, shared
 from pipeline.implementations import Unsupported
-from pipeline.tensors import TYPED
 
 
 def run(cell: Cell, device: torch.device) -> dict[str, float | int | bool | str]:
@@ -15,11 +14,7 @@ def run(cell: Cell, device: torch.device) -> dict[str, float | int | bool | str]
     if not cell.implementation.startswith("turbopair."):
         raise Unsupported(f"the ablation compares the precisions of turbopair; {cell.implementation} has none")
     bound = shared.bind(cell, device)
-    results = shared.results(bound)
-    errors = accuracy.compare(results, shared.reference_for(shared.case_of(cell), device))
-    metrics = accuracy.metrics(errors, results, TYPED[cell.operator])
-    accuracy.refuse_wrong(errors)
-    del results
+    metrics = accuracy.checked(bound, cell, device)
     both = {"both": kernel_time.steps(bound)["both"]}
     timings, warm = kernel_time.timer(cell, device).measure(both)
     return {**metrics, **kernel_time.timing_metrics(timings, warm)}

@@ -10,6 +10,7 @@ import torch
 
 from pipeline.cells import Cell
 from pipeline.experiments import shared
+from pipeline.implementations import Bound
 from pipeline.tensors import TYPED, WEIGHT, WEIGHTS
 
 #: Relative RMSE above which a result is called wrong, not inaccurate. Rounding stays below it: the largest seen is the
@@ -47,6 +48,14 @@ def run(cell: Cell, device: torch.device) -> dict[str, float | int | bool | str]
     """
     results = shared.results(shared.bind(cell, device))
     return metrics(compare(results, shared.reference_for(shared.case_of(cell), device)), results, TYPED[cell.operator])
+
+
+def checked(bound: Bound, cell: Cell, device: torch.device) -> dict[str, float | int | bool | str]:
+    """The metrics of one call of an implementation that is going to be timed. Raises :class:`WrongResult` for a wrong result."""
+    results = shared.results(bound)
+    errors = compare(results, shared.reference_for(shared.case_of(cell), device))
+    refuse_wrong(errors)
+    return metrics(errors, results, TYPED[cell.operator])
 
 
 def compare(results: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> dict[str, Error]:

@@ -16,7 +16,6 @@ from pipeline.cells import Cell
 from pipeline.experiments import accuracy, shared
 from pipeline.implementations import Bound
 from pipeline.measure import Step, Timer, Timing, WarmUp
-from pipeline.tensors import TYPED
 
 #: defaults of the options ``warmup_ms`` and ``repeats``
 WARMUP_MS = 200.0
@@ -33,11 +32,7 @@ def run(cell: Cell, device: torch.device) -> dict[str, float | int | bool | str]
     when the result of this very call is wrong.
     """
     bound = shared.bind(cell, device)
-    results = shared.results(bound)
-    errors = accuracy.compare(results, shared.reference_for(shared.case_of(cell), device))
-    accuracy.refuse_wrong(errors)
-    checked = accuracy.metrics(errors, results, TYPED[cell.operator])
-    del results
+    checked = accuracy.checked(bound, cell, device)
     bound.clear()
     actions = steps(bound)
     clock = timer(cell, device)

@@ -12,17 +12,14 @@ OpenFold3's own code in fp32 for the same weights, batch and noise.
 import itertools
 import math
 import statistics
-import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from pipeline.cells import Cell
 from pipeline.curves import encode
-from pipeline.experiments.step_time import release
-from pipeline.implementations import NotInstalled, Unsupported
+from pipeline.experiments import training
 from pipeline.openfold import batches, gradients, model
 from pipeline.openfold.ranks import Ranks, StepFailed
 from pipeline.openfold.step import TrainingStep
@@ -47,14 +44,8 @@ def run(cell: Cell, device: torch.device) -> dict[str, Metric]:
 
     Raises NotInstalled or Unsupported with the reason.
     """
-    release(device)
-    try:
+    with training.leaving_nothing(device):
         return _run(cell, device)
-    except Exception as error:
-        traceback.clear_frames(error.__traceback__)
-        raise
-    finally:
-        release(device)
 
 
 def names() -> list[str]:
@@ -76,29 +67,19 @@ def _backend(name: str) -> tuple[model.Backend, bool]:
 
 
 def _run(cell: Cell, device: torch.device) -> dict[str, Metric]:
-    try:
-        backend, bf16 = _backend(cell.implementation)
-        model.require()
-    except ValueError as error:
-        raise Unsupported(str(error)) from error
-    except model.OpenFold3Missing as error:
-        raise NotInstalled(str(error)) from error
-    if (reason := model.unsupported(backend, cell.n, device)) is not None:
-        raise Unsupported(reason)
-    if (reason := model.missing(backend)) is not None:
-        raise NotInstalled(reason)
+    refusal = training.refusal(lambda: _backend(cell.implementation)[0], cell.n, device)
+    if refusal is not None:
+        kind, reason = refusal
+        raise kind(reason)
+    backend, bf16 = _backend(cell.implementation)
     steps, every = int(cell.options.get("steps", 200)), int(cell.options.get("every", 20))
     if steps < 1 or every < 1:
         raise ValueError(f"steps and every must be at least 1; given {steps} and {every}")
     size, recycles = str(cell.options.get("size", "reduced")), int(cell.options.get("recycles", 0))
     samples = samples_of(cell.n, cell.seed, int(cell.options.get("msa_rows", 32)))
-    module, twin = (model.fresh(b, size, cell.n, cell.seed) for b in (backend, model.find_backend("pytorch")))  # type: ignore[arg-type]
-    for each in (module, twin):
-        model.fix_recycles(each.model, recycles)
-    if backend.attention_only:
-        model.keep_stock_multiplication(module.model)
-    plugged = None if backend.plug is None else backend.plug(module.model)
-    with _tf32(bf16 and device.type == "cuda"):
+    module, plugged = training.ready(backend, size, cell.n, cell.seed, recycles)
+    twin, _ = training.ready(model.find_backend("pytorch"), size, cell.n, cell.seed, recycles)
+    with training.tf32(bf16 and device.type == "cuda"):
         step = TrainingStep(module, next(samples), Ranks(0, 1, device), bf16=bf16)
         curves, diverged = _train(step, twin.to(device), samples, cell.seed, steps, every)
     if plugged is not None and (sites := model.not_served(plugged)):
@@ -115,13 +96,9 @@ def samples_of(tokens: int, seed: int, msa_rows: int | None) -> Iterator[batches
     stored = [s for s in batches.STORED if s.tokens == tokens or s.real_tokens >= tokens]
     if not stored:
         batches.for_tokens(tokens)  # says what there is
-    weights = model.loss_weights(tokens)
     read = {s.name: batches.read(s.name) for s in stored}
     for number in itertools.count():
-        sample = batches.crop(read[stored[number % len(stored)].name], tokens, seed + number, msa_rows)
-        for name, weight in weights.items():
-            sample["loss_weights"][name] = torch.tensor([weight])
-        yield sample
+        yield training.sample(read[stored[number % len(stored)].name], tokens, seed + number, msa_rows)
 
 
 def _train(
@@ -154,19 +131,9 @@ def _train(
 def _distances(step: TrainingStep, twin: Any, noise: int) -> dict[str, float]:
     own = gradients.gradients(step.module, step.batch, bf16=step.bf16, seed=noise)[1]
     twin.load_state_dict(step.module.state_dict())
-    with _tf32(False):
+    with training.tf32(False):
         exact = gradients.gradients(twin, step.batch, bf16=False, seed=noise)[1]
     return {"distance": gradients.distance(exact, own), "distance_triangle": gradients.distance(exact, own, gradients.of_triangles)}
-
-
-@contextmanager
-def _tf32(allowed: bool) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if allowed else "highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _summary(curves: dict[str, list[float]]) -> dict[str, Metric]:

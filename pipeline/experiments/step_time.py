@@ -11,11 +11,9 @@ A crop smaller than a stored batch is a window of that batch (see `pipeline.open
 batch with different noise. Weights are random, with zero-initialised ones filled.
 """
 
-import gc
 import resource
 import statistics
 import sys
-import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeline.cells import Cell
-from pipeline.implementations import NotInstalled, Unsupported
+from pipeline.experiments import training
+from pipeline.implementations import Unsupported
 from pipeline.openfold import batches, busy, model
 from pipeline.openfold import ranks as processes
 from pipeline.openfold.step import Outcome, TrainingStep, checksum
@@ -59,60 +58,32 @@ def run(cell: Cell, device: torch.device) -> dict[str, Metric]:
             f"the cell needs {cell.ranks} ranks and this is one of {processes.world_size()}; start one process a rank"
             " with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set, as torchrun does"
         )
-    release(device)
-    try:
+    with training.leaving_nothing(device):
         return _run(cell, device)
-    except Exception as error:
-        traceback.clear_frames(error.__traceback__)  # a model must not live on in the frames of what went wrong
-        raise
-    finally:
-        release(device)
-
-
-def release(device: torch.device) -> None:
-    """Give back what nothing refers to any more; a model and its training step refer to each other, so it takes the collector."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _run(cell: Cell, device: torch.device) -> dict[str, Metric]:
     tf32 = device.type == "cuda" and bool(cell.options.get("tf32", True))
     held = {"bytes_before": torch.cuda.memory_allocated()} if device.type == "cuda" else {}
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    try:
-        with processes.join(device.type, float(cell.options.get("timeout_s", 300.0))) as ranks:
-            _check_usable(cell, ranks)
-            backend = model.find_backend(cell.implementation)
-            step, installation, shape = _together(ranks, lambda: _prepare(cell, backend, ranks))
-            return {**_measure(cell, backend, step, installation, ranks), **shape, **held, "tf32": tf32, "ranks": ranks.world}
-    finally:
-        torch.set_float32_matmul_precision(before)
+    with training.tf32(tf32), processes.join(device.type, float(cell.options.get("timeout_s", 300.0))) as ranks:
+        _check_usable(cell, ranks)
+        backend = model.find_backend(cell.implementation)
+        step, installation, shape = _together(ranks, lambda: _prepare(cell, backend, ranks))
+        return {**_measure(cell, backend, step, installation, ranks), **shape, **held, "tf32": tf32, "ranks": ranks.world}
 
 
 def _check_usable(cell: Cell, ranks: "Ranks") -> None:
     """Raise what the first rank that cannot compute the cell says, on every rank."""
-    for rank, refusal in enumerate(ranks.gather(_refusal(cell, ranks.device))):
+    for rank, refusal in enumerate(ranks.gather(training.refusal(lambda: _find(cell), cell.n, ranks.device))):
         if refusal is not None:
             kind, reason = refusal
             raise kind(reason if ranks.world == 1 else f"rank {rank}: {reason}")
 
 
-def _refusal(cell: Cell, device: torch.device) -> tuple[type[Exception], str] | None:
-    try:
-        backend = model.find_backend(cell.implementation)
-        batches.for_tokens(cell.n)
-        model.require()
-    except ValueError as error:
-        return Unsupported, str(error)
-    except model.OpenFold3Missing as error:
-        return NotInstalled, str(error)
-    reason = model.unsupported(backend, cell.n, device)
-    if reason is not None:
-        return Unsupported, reason
-    reason = model.missing(backend)
-    return None if reason is None else (NotInstalled, reason)
+def _find(cell: Cell) -> model.Backend:
+    backend = model.find_backend(cell.implementation)
+    batches.for_tokens(cell.n)
+    return backend
 
 
 def _together(ranks: "Ranks", work: Any) -> Any:
@@ -133,16 +104,10 @@ def _together(ranks: "Ranks", work: Any) -> Any:
 def _prepare(cell: Cell, backend: model.Backend, ranks: "Ranks") -> tuple[TrainingStep, model.Plugged | None, dict[str, Metric]]:
     size = str(cell.options.get("size", "full"))
     recycles = int(cell.options.get("recycles", 1))
-    module = model.fresh(backend, size, cell.n, cell.seed)  # type: ignore[arg-type]
-    model.fix_recycles(module.model, recycles)
-    if backend.attention_only:
-        model.keep_stock_multiplication(module.model)
-    installation = None if backend.plug is None else backend.plug(module.model)
+    module, installation = training.ready(backend, size, cell.n, cell.seed, recycles)
     stored = batches.for_tokens(cell.n)
     rows = cell.options.get("msa_rows", 32 if size == "reduced" else None)
-    batch = batches.crop(batches.read(stored.name), cell.n, cell.seed, None if rows is None else int(rows))
-    for name, weight in model.loss_weights(cell.n).items():
-        batch["loss_weights"][name] = torch.tensor([weight])
+    batch = training.sample(batches.read(stored.name), cell.n, cell.seed, None if rows is None else int(rows))
     model.seed_rank(cell.seed, ranks.rank)
     shape: dict[str, Metric] = {
         "batch": stored.name if stored.tokens == cell.n else f"{stored.name}, window of {cell.n}",

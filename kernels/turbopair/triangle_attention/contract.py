@@ -4,12 +4,13 @@
 before a call, under ``torch.compile`` and on meta tensors.
 """
 
-import difflib
 import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from turbopair.refusals import broadcasts, not_among, show, symbols
 
 MAX_HEAD_DIM = 64
 """Largest D the kernels are written and tested for."""
@@ -82,30 +83,30 @@ def _kind_problem(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | 
 def _shape_problem(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> Exception | None:
     rank = q.dim()
     if rank < 4:
-        return ValueError(f"q has shape {_show(q)}; accepted: [*B, I, Nq, H, D] with at least 4 dimensions")
+        return ValueError(f"q has shape {show(q)}; accepted: [*B, I, Nq, H, D] with at least 4 dimensions")
     *prefix, rows, queries, heads, dim = q.shape
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dim() != rank or (*tensor.shape[:-3], *tensor.shape[-2:]) != (*prefix, rows, heads, dim):
-            expected = _symbols(*prefix, rows, "Nk", heads, dim)
-            return ValueError(f"{name} has shape {_show(tensor)}; accepted with q {_show(q)}: [*B, I, Nk, H, D] = {expected}")
+            expected = symbols(*prefix, rows, "Nk", heads, dim)
+            return ValueError(f"{name} has shape {show(tensor)}; accepted with q {show(q)}: [*B, I, Nk, H, D] = {expected}")
     keys = k.shape[-3]
     if v.shape[-3] != keys:
-        return ValueError(f"v has {v.shape[-3]} keys (shape {_show(v)}) and k has {keys} (shape {_show(k)}); accepted: the same shape")
+        return ValueError(f"v has {v.shape[-3]} keys (shape {show(v)}) and k has {keys} (shape {show(k)}); accepted: the same shape")
     for name, size in (("Nq", queries), ("Nk", keys), ("H", heads), ("D", dim)):
         if size < 1:
-            return ValueError(f"{name} is 0 (q {_show(q)}, k {_show(k)}); accepted: at least 1 (only *B and I may be 0)")
+            return ValueError(f"{name} is 0 (q {show(q)}, k {show(k)}); accepted: at least 1 (only *B and I may be 0)")
     if dim > MAX_HEAD_DIM:
-        return NotImplementedError(f"D is {dim} (q {_show(q)}); accepted: head dimensions up to {MAX_HEAD_DIM}")
+        return NotImplementedError(f"D is {dim} (q {show(q)}); accepted: head dimensions up to {MAX_HEAD_DIM}")
 
-    if bias.dim() != rank or tuple(bias.shape[-3:]) != (heads, queries, keys) or not _broadcasts(bias.shape[:-4], prefix):
-        expected = _symbols(*prefix, 1, heads, queries, keys)
-        return ValueError(f"bias has shape {_show(bias)}; accepted with q {_show(q)}, k {_show(k)}: [*B, 1, H, Nq, Nk] = {expected}")
+    if bias.dim() != rank or tuple(bias.shape[-3:]) != (heads, queries, keys) or not broadcasts(bias.shape[:-4], prefix):
+        expected = symbols(*prefix, 1, heads, queries, keys)
+        return ValueError(f"bias has shape {show(bias)}; accepted with q {show(q)}, k {show(k)}: [*B, 1, H, Nq, Nk] = {expected}")
     bias_rows = bias.shape[-4]
     if bias_rows not in (1, rows):
-        return ValueError(f"bias has row extent {bias_rows} (shape {_show(bias)}); accepted: 1, or I = {rows} expanded with stride 0")
+        return ValueError(f"bias has row extent {bias_rows} (shape {show(bias)}); accepted: 1, or I = {rows} expanded with stride 0")
     if bias_rows > 1 and bias.stride(-4) != 0:
         return ValueError(
-            f"bias has its own values for each of {bias_rows} rows (shape {_show(bias)}, row stride {bias.stride(-4)}); accepted: one bias "
+            f"bias has its own values for each of {bias_rows} rows (shape {show(bias)}, row stride {bias.stride(-4)}); accepted: one bias "
             f"shared by all rows, [*B, 1, H, Nq, Nk] or an .expand() of it (row stride 0)"
         )
 
@@ -113,10 +114,10 @@ def _shape_problem(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor |
         mask.dim() != rank
         or mask.shape[-4] not in (1, rows)
         or tuple(mask.shape[-3:]) != (1, 1, keys)
-        or not _broadcasts(mask.shape[:-4], prefix)
+        or not broadcasts(mask.shape[:-4], prefix)
     ):
-        expected = _symbols(*prefix, rows, 1, 1, keys)
-        return ValueError(f"mask has shape {_show(mask)}; accepted with q {_show(q)}, k {_show(k)}: [*B, I, 1, 1, Nk] = {expected}")
+        expected = symbols(*prefix, rows, 1, 1, keys)
+        return ValueError(f"mask has shape {show(mask)}; accepted with q {show(q)}, k {show(k)}: [*B, I, 1, 1, Nk] = {expected}")
     return None
 
 
@@ -145,7 +146,7 @@ def _gradient_problem(bias: Tensor, mask: Tensor | None) -> Exception | None:
         return ValueError("mask requires a gradient; accepted: a mask without one (use mask.detach(); a learned term belongs in bias)")
     if bias.shape[-4] > 1 and bias.requires_grad and bias.is_leaf and torch.is_grad_enabled():
         return ValueError(
-            f"bias is an expanded leaf that requires a gradient (shape {_show(bias)}): its gradient would be one value a row, and only "
+            f"bias is an expanded leaf that requires a gradient (shape {show(bias)}): its gradient would be one value a row, and only "
             f"the sum over rows is computed; accepted: require it on the [*B, 1, H, Nq, Nk] tensor and pass that, or its .expand()"
         )
     return None
@@ -159,20 +160,5 @@ def _option_problem(scale: float | None, precision: str | None) -> Exception | N
         if isinstance(scale, (int, float)) and not math.isfinite(scale):
             return ValueError(f"scale is {scale}; accepted: a finite number, or None for 1/sqrt(D)")
     if precision is not None and precision not in PRECISIONS:
-        close = difflib.get_close_matches(str(precision), PRECISIONS, n=1, cutoff=0.5)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        names = ", ".join(map(repr, PRECISIONS))
-        return ValueError(f"precision is {precision!r}{hint}; accepted: {names}, or None for {DEFAULT_PRECISION!r}")
+        return ValueError(f"precision is {not_among(precision, PRECISIONS)}, or None for {DEFAULT_PRECISION!r}")
     return None
-
-
-def _broadcasts(given: torch.Size, wanted: list[int]) -> bool:
-    return len(given) == len(wanted) and all(a in (1, b) for a, b in zip(given, wanted, strict=True))
-
-
-def _show(tensor: Tensor) -> str:
-    return _symbols(*tensor.shape)
-
-
-def _symbols(*sizes: int | str) -> str:
-    return "[" + ", ".join(str(size) for size in sizes) + "]"

@@ -4,12 +4,13 @@
 before a call, under ``torch.compile`` and on meta tensors.
 """
 
-import difflib
 import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from turbopair.refusals import broadcasts, not_among, show, symbols
 
 CHANNELS = (32, 64, 96, 128)
 """Sizes of C that the kernels are written and tested for."""
@@ -100,29 +101,25 @@ def _kind_problem(z: Tensor, mask: Tensor | None, weights: TriangleMultiplicatio
 
 def _shape_problem(z: Tensor, mask: Tensor | None, weights: TriangleMultiplicationWeights) -> Exception | None:
     if z.dim() < 3:
-        return ValueError(f"z has shape {_show(z)}; accepted: [*B, N, N, C] with at least 3 dimensions")
+        return ValueError(f"z has shape {show(z)}; accepted: [*B, N, N, C] with at least 3 dimensions")
     *prefix, rows, n, channels = z.shape
     if rows != n:
-        return ValueError(f"z has shape {_show(z)}; accepted: [*B, N, N, C], the two dimensions before the last of one size")
+        return ValueError(f"z has shape {show(z)}; accepted: [*B, N, N, C], the two dimensions before the last of one size")
     if n < 1:
-        return ValueError(f"N is 0 (z {_show(z)}); accepted: at least 1 (only *B may be 0)")
+        return ValueError(f"N is 0 (z {show(z)}); accepted: at least 1 (only *B may be 0)")
     if channels not in CHANNELS:
-        return NotImplementedError(f"C is {channels} (z {_show(z)}); accepted: {_names(CHANNELS)}")
-    if mask is not None and (
-        mask.dim() != z.dim() - 1
-        or tuple(mask.shape[-2:]) != (n, n)
-        or not all(given in (1, wanted) for given, wanted in zip(mask.shape[:-2], prefix, strict=True))
-    ):
-        return ValueError(f"mask has shape {_show(mask)}; accepted with z {_show(z)}: [*B, N, N] = {_symbols(*prefix, n, n)}")
+        return NotImplementedError(f"C is {channels} (z {show(z)}); accepted: {_names(CHANNELS)}")
+    if mask is not None and not (tuple(mask.shape[-2:]) == (n, n) and broadcasts(mask.shape[:-2], prefix)):
+        return ValueError(f"mask has shape {show(mask)}; accepted with z {show(z)}: [*B, N, N] = {symbols(*prefix, n, n)}")
     hidden = weights.a_p.shape[0] if weights.a_p.dim() == 2 else channels
     if hidden != channels and tuple(weights.a_p.shape) == (hidden, channels):
         return NotImplementedError(
-            f"weights.a_p has shape {_show(weights.a_p)} (hidden size {hidden}) beside C = {channels}; accepted: a hidden size equal to C"
+            f"weights.a_p has shape {show(weights.a_p)} (hidden size {hidden}) beside C = {channels}; accepted: a hidden size equal to C"
         )
     for name, tensor in zip(weights._fields, weights, strict=True):
         expected = (channels,) * len(_SHAPES[name])
         if tuple(tensor.shape) != expected:
-            return ValueError(f"weights.{name} has shape {_show(tensor)}; accepted with z {_show(z)}: {_symbols(*expected)}")
+            return ValueError(f"weights.{name} has shape {show(tensor)}; accepted with z {show(z)}: {symbols(*expected)}")
     return None
 
 
@@ -151,9 +148,7 @@ def _gradient_problem(mask: Tensor | None) -> Exception | None:
 
 def _option_problem(direction: str, eps: float) -> Exception | None:
     if direction not in DIRECTIONS:
-        close = difflib.get_close_matches(str(direction), DIRECTIONS, n=1, cutoff=0.5)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        return ValueError(f"direction is {direction!r}{hint}; accepted: {', '.join(map(repr, DIRECTIONS))}")
+        return ValueError(f"direction is {not_among(direction, DIRECTIONS)}")
     # SymFloat is what torch.compile passes with dynamic=True; only comparisons can be traced on it.
     if isinstance(eps, bool) or not isinstance(eps, (int, float, torch.SymFloat)):
         return ValueError(f"eps is a {type(eps).__name__}; accepted: a positive Python number")
@@ -164,11 +159,3 @@ def _option_problem(direction: str, eps: float) -> Exception | None:
 
 def _names(values: tuple[int, ...]) -> str:
     return ", ".join(map(str, values))
-
-
-def _show(tensor: Tensor) -> str:
-    return _symbols(*tensor.shape)
-
-
-def _symbols(*sizes: int) -> str:
-    return "[" + ", ".join(str(size) for size in sizes) + "]"
