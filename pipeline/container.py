@@ -48,11 +48,20 @@ def command(
     """
     if container.runtime == "none":
         return list(arguments)
+    file = image_file(container.image)
+    if file is not None:  # podman and enroot take a relative path for a name in a registry
+        container = container.model_copy(update={"image": str(workdir / file)})
     binds = [f"{folder}:{folder}" for folder in dict.fromkeys([str(workdir), *map(str, folders)])]
     binds += [bind if ":" in bind else f"{bind}:{bind}" for bind in container.binds]
     wrap = {"apptainer": _apptainer, "podman": _podman, "pyxis": _pyxis}[container.runtime]
     words = wrap(container, str(workdir), binds, dict(environment), use_gpu and container.gpus)
     return [*words, *arguments]
+
+
+def image_file(image: str) -> Path | None:
+    """The file that ``container.image`` names, or None when it is the name of an image in a registry or in podman's storage."""
+    path = image.removeprefix("oci-archive:")
+    return Path(path) if path.startswith(("/", "./", "../")) or path.endswith((".sif", ".sqsh", ".tar")) else None
 
 
 def _apptainer(container: Container, workdir: str, binds: list[str], environment: dict[str, str], gpu: bool) -> list[str]:

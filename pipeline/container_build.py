@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -53,6 +54,12 @@ INPUT_FILES = (
 PIP_PLACES = ("index-url", "extra-index-url", "find-links")
 PIP_FILES = ("cert", "constraint")
 PIP_WORDS = ("no-index", "trusted-host", "timeout", "retries")
+#: What buildah and podman, and apptainer, say of a base image that they cannot fetch.
+NO_BASE = re.compile("initializing source docker://|conveyor failed to get")
+OTHER_BASES = (
+    "a base image could not be fetched: name bases that this machine can have, from a mirror or a file, by build_base and run_base in "
+    "containers/image.yaml (containers/README.md, 'Bases and mirrors')"
+)
 
 
 class BuildError(ValueError):
@@ -153,28 +160,46 @@ def build(settings: ImageSettings, say: Callable[[str], None], *, force: bool = 
     wanted = [output / SIF] if tool == "apptainer" else [output / ARCHIVE]
     if tool != "apptainer" and shutil.which("apptainer"):
         wanted.append(output / SIF)
-    if not force and all((known := read_built(path)) and known.record.inputs == inputs for path in wanted):
+    outdated = [path for path in wanted if force or not ((known := read_built(path)) and known.record.inputs == inputs)]
+    if not outdated:
         say(f"the image is up to date (inputs {inputs[:12]}): {', '.join(map(str, wanted))}")
         return wanted
+    first, *others = wanted
+    if first in outdated:
+        outdated = wanted
     output.mkdir(parents=True, exist_ok=True)
-    for path in wanted:
+    for path in outdated:
         beside(path).unlink(missing_ok=True)
-    say(f"building with {tool} (inputs {inputs[:12]}); log: {output / 'build.log'}")
-    arguments = {**settings.build_arguments, "INPUTS": inputs}
-    with (output / "build.log").open("w", encoding="utf-8") as log, site_folder() as volumes:
-        volumes += [f"{volume}:ro" for volume in settings.volumes]
-        first, *others = wanted
-        for command in commands(tool, arguments, volumes, settings.arguments, first):
+    say(f"building with {tool if first in outdated else 'apptainer'} (inputs {inputs[:12]}); log: {output / 'build.log'}")
+    with (output / "build.log").open("w", encoding="utf-8") as log:
+        if first in outdated:
+            extra = settings.arguments
+            if tool != "apptainer":
+                extra = (f"--layers={'true' if keeps_steps(tool, say) else 'false'}", *extra)
+            with site_folder() as volumes:
+                volumes += [f"{volume}:ro" for volume in settings.volumes]
+                for command in commands(tool, {**settings.build_arguments, "INPUTS": inputs}, volumes, extra, first):
+                    run(command, log.fileno(), output / "build.log")
+            say(record(first, first))
+        for other in others:  # what is in it is read from the archive: not every machine that builds can also mount a SIF file
+            command = ["apptainer", "build", "--force", *settings.sif_arguments, str(other), f"oci-archive://{first}"]
             run(command, log.fileno(), output / "build.log")
-        for other in others:
-            run(
-                ["apptainer", "build", "--force", *settings.sif_arguments, str(other), f"oci-archive://{first}"],
-                log.fileno(),
-                output / "build.log",
-            )
-    for path in wanted:
-        say(record(path))
+            say(record(other, first))
     return wanted
+
+
+def keeps_steps(tool: str, say: Callable[[str], None]) -> bool:
+    """Whether buildah or podman can keep every step for the next build. The storage driver vfs, Debian 12's without root, copies the whole
+    image for each: tens of gigabytes.
+    """
+    store = "{{.store.GraphDriverName}}" if tool == "buildah" else "{{.Store.GraphDriverName}}"
+    driver = subprocess.run([tool, "info", "--format", store], stdout=subprocess.PIPE, text=True, check=False).stdout.strip()
+    if driver == "vfs":
+        say(
+            f"{tool} stores images with the driver vfs, which copies the image for every step, so none is kept for the next build; overlay "
+            "can keep them: containers/README.md, 'Without root'"
+        )
+    return driver != "vfs"
 
 
 def commands(tool: str, arguments: dict[str, str], volumes: Sequence[str], extra: Sequence[str], output: Path) -> list[list[str]]:
@@ -193,8 +218,8 @@ def commands(tool: str, arguments: dict[str, str], volumes: Sequence[str], extra
     words += [word for volume in volumes for word in ("--volume", volume)]
     words += ["--ignorefile", "containers/ignore", "--file", str(CONTAINERFILE.relative_to(REPOSITORY)), "--tag", TAG, "."]
     if tool == "buildah":
-        return [["buildah", "build", "--layers", *extra, *words], ["buildah", "push", TAG, f"oci-archive:{output}:turbopair"]]
-    return [["podman", "build", "--layers", *extra, *words], ["podman", "save", "--format", "oci-archive", "--output", str(output), TAG]]
+        return [["buildah", "build", *extra, *words], ["buildah", "push", TAG, f"oci-archive:{output}:turbopair"]]
+    return [["podman", "build", *extra, *words], ["podman", "save", "--format", "oci-archive", "--output", str(output), TAG]]
 
 
 def run(command: Sequence[str], log: int, path: Path) -> None:
@@ -206,16 +231,19 @@ def run(command: Sequence[str], log: int, path: Path) -> None:
     code = subprocess.call(list(command), cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     if code:
         tail = "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-25:])
-        raise BuildError(f"{' '.join(command[:2])} failed (exit status {code}); log: {path}\n{tail}")
+        hint = f"\n{OTHER_BASES}" if NO_BASE.search(tail) else ""
+        raise BuildError(f"{' '.join(command[:2])} failed (exit status {code}); log: {path}\n{tail}{hint}")
 
 
-def record(image: Path) -> str:
-    """Take the self-test's record and the bill of materials out of the image and put them beside it; a line about it."""
-    parsed = parse_record(_read(image, RECORD).decode(), f"{image}: {RECORD}")
+def record(image: Path, source: Path) -> str:
+    """Take the self-test's record and the bill of materials out of ``source``, which ``image`` is or was made from, and put them beside
+    ``image``; a line about it.
+    """
+    parsed = parse_record(_read(source, RECORD).decode(), f"{source}: {RECORD}")
     archive = image.name == ARCHIVE
     found = archive_digest(image) if archive else file_digest(image)
-    write_atomically(image.with_name("sbom.cdx.json"), _read(image, MATERIALS))
-    write_atomically(image.with_name("packages.json"), _read(image, PACKAGES))
+    write_atomically(image.with_name("sbom.cdx.json"), _read(source, MATERIALS))
+    write_atomically(image.with_name("packages.json"), _read(source, PACKAGES))
     write_atomically(beside(image), Built(digest=found, size=image.stat().st_size, record=parsed).model_dump_json(indent=2) + "\n")
     return f"{image}: {found}, {image.stat().st_size >> 20} MiB"
 
@@ -225,7 +253,7 @@ def _read(image: Path, path: Path) -> bytes:
         return read_from_archive(image, path)
     done = subprocess.run(["apptainer", "exec", "--no-home", str(image), "cat", str(path)], capture_output=True, check=False)
     if done.returncode:
-        raise ImageError(f"{image} has no {path}: {done.stderr.decode(errors='replace').strip()}")
+        raise ImageError(f"apptainer cannot read {path} in {image}: {done.stderr.decode(errors='replace').strip()}")
     return done.stdout
 
 

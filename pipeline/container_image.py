@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from pipeline.container import image_file
 from pipeline.records import write_atomically
 from pipeline.site import Container
 
@@ -118,9 +119,9 @@ def digest(container: Container) -> str:
     Of a file that is its SHA-256, of an OCI archive that of the manifest (which podman shows too); of a name from a
     registry what stands behind the ``@``; of another name what podman knows.
     """
-    image = container.image.removeprefix("oci-archive:")
-    if image.startswith(("/", "./", "../")) or image.endswith((".sif", ".sqsh", ".tar")):
-        return file_digest(Path(image), container.runtime)
+    image, file = container.image, image_file(container.image)
+    if file is not None:
+        return file_digest(file, container.runtime)
     pinned = re.search(r"@(sha256:[0-9a-f]{64})$", image)
     if pinned:
         return pinned[1]
@@ -140,7 +141,10 @@ def digest(container: Container) -> str:
 def file_digest(image: Path, runtime: str = "apptainer") -> str:
     """The digest of an image in a file. A hash once computed is kept beside the image, where that is writable."""
     if not image.exists():
-        raise ImageError(f"container.image: {image} does not exist; build it: {BUILD}")
+        how = f"build it: {BUILD}"
+        if image.suffix == ".sqsh":
+            how = f"after a build with buildah or podman: enroot import --output {image} podman://localhost/turbopair"
+        raise ImageError(f"container.image: {image} does not exist; {how}")
     if not image.is_file():
         raise ImageError(f"container.image: {image} is a folder, which has no digest; give an image file")
     if runtime == "podman":
@@ -208,7 +212,8 @@ def check_before(container: Container, backends: Iterable[str], kernel_digest: s
     Raises :class:`ImageError` when the image is not there, older than the kernel sources, or for CPUs when a GPU is to compute.
     """
     found = digest(container)
-    built = read_built(Path(container.image.removeprefix("oci-archive:")))
+    file = image_file(container.image)
+    built = read_built(file) if file else None
     if built is None:
         return found, []
     problem = stale(built.record, kernel_digest) or (without_cuda(built.record) if use_gpu else None)

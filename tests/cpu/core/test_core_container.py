@@ -49,6 +49,21 @@ def test_podman_takes_an_archive_as_it_is() -> None:
     assert "oci-archive:/images/x.oci.tar" in words
 
 
+@pytest.mark.parametrize(
+    ("runtime", "image", "word"),
+    [
+        ("apptainer", "build/container/turbopair.sif", "/repo/build/container/turbopair.sif"),
+        ("podman", "build/container/turbopair.oci.tar", "oci-archive:/repo/build/container/turbopair.oci.tar"),
+        ("podman", "oci-archive:/images/x.tar", "oci-archive:/images/x.tar"),
+        ("podman", "localhost/turbopair", "localhost/turbopair"),
+        ("pyxis", "./x.sqsh", "--container-image=/repo/x.sqsh"),
+        ("pyxis", f"registry#x@sha256:{'0' * 64}", f"--container-image=registry#x@sha256:{'0' * 64}"),
+    ],
+)
+def test_a_relative_path_is_one_of_the_repository(runtime: str, image: str, word: str) -> None:
+    assert word in line(BOX.model_copy(update={"runtime": runtime, "image": image}))
+
+
 def test_pyxis() -> None:
     box = Container(runtime="pyxis", image="/images/x.sqsh", binds=("/data", "/a:/b:ro"))
     inside = {"RANK": "3", "SLURMD_NODENAME": "n2", "SLURM_CPUS_PER_TASK": "8"}

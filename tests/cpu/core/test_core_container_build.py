@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from test_core_container_image import archive
 
 from pipeline import REPOSITORY
 from pipeline import container_build as building
@@ -69,14 +70,14 @@ def test_what_the_containerfile_copies_exists_and_decides_the_digest() -> None:
 def test_the_commands_of_each_tool() -> None:
     words, push = building.commands("buildah", ARGUMENTS, ["/a:/mnt"], ["--isolation=chroot"], Path("/out/turbopair.oci.tar"))
     assert words == [
-        "buildah", "build", "--layers", "--isolation=chroot", "--build-arg", "BUILD_BASE=oci-archive:/b.tar", "--build-arg",
+        "buildah", "build", "--isolation=chroot", "--build-arg", "BUILD_BASE=oci-archive:/b.tar", "--build-arg",
         "RUN_BASE=docker.io/x:1", "--build-arg", "KERNELS=required", "--build-arg", "PEERS=all", "--build-arg", "INPUTS=1",
         "--volume", "/a:/mnt", "--ignorefile", "containers/ignore", "--file", "containers/Containerfile", "--tag",
         "localhost/turbopair", ".",
     ]  # fmt: skip
     assert push == ["buildah", "push", "localhost/turbopair", "oci-archive:/out/turbopair.oci.tar:turbopair"]
     podman, save = building.commands("podman", ARGUMENTS, ["/a:/mnt"], [], Path("/out/turbopair.oci.tar"))
-    assert podman[:3] == ["podman", "build", "--layers"] and podman[3:] == words[4:]
+    assert podman[:2] == ["podman", "build"] and podman[2:] == words[3:]
     assert save == ["podman", "save", "--format", "oci-archive", "--output", "/out/turbopair.oci.tar", "localhost/turbopair"]
     (apptainer,) = building.commands("apptainer", ARGUMENTS, ["/a:/mnt"], ["--fakeroot"], Path("/out/turbopair.sif"))
     assert apptainer == [
@@ -129,6 +130,58 @@ def test_an_image_of_the_same_inputs_is_not_built_again(tmp_path: Path, monkeypa
     with pytest.raises(building.BuildError, match=r"(?s)buildah build failed \(exit status 7\); log: .*cannot build"):
         building.build(settings, said.append, force=True)
     assert not beside(image).exists(), "an image whose build failed has no record"
+
+
+def test_an_archive_that_is_there_is_only_made_a_sif_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, script in (("buildah", "exit 7"), ("apptainer", 'if [ "$1" = exec ]; then exit 7; fi; echo sif > "$3"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    settings = building.load(None, ["tool=buildah", f"output={tmp_path}"])
+    known = ImageRecord(inputs=building.inputs_digest(settings), kernel_digest="", python="", torch="", backends={}, peers={})
+    inside = {building.RECORD: known.model_dump_json().encode(), building.MATERIALS: b"{}", building.PACKAGES: b"[]"}
+    image = tmp_path / building.ARCHIVE
+    archive(image, {str(path).lstrip("/"): content for path, content in inside.items()})
+    building.record(image, image)
+    said: list[str] = []
+    assert building.build(settings, said.append) == [image, tmp_path / building.SIF]
+    made = building.read_built(tmp_path / building.SIF)
+    assert made is not None and made.record == known, "read from the archive: this apptainer mounts nothing"
+    building.build(settings, said.append)
+    assert "up to date" in said[-1]
+
+
+@pytest.mark.parametrize(("driver", "layers"), [("overlay", "--layers=true"), ("vfs", "--layers=false")])
+@pytest.mark.parametrize("tool", ["buildah", "podman"])
+def test_steps_are_kept_unless_each_is_a_whole_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str, driver: str, layers: str
+) -> None:
+    fake = tmp_path / tool
+    fake.write_text(f'#!/bin/sh\nif [ "$1" = info ]; then echo {driver}; else echo "$@"; exit 7; fi\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    said: list[str] = []
+    with pytest.raises(building.BuildError, match=f"\nbuild {layers} --isolation=chroot --build-arg"):
+        building.build(building.load(None, [f"tool={tool}", f"output={tmp_path}", "arguments=[--isolation=chroot]"]), said.append)
+    assert any("the driver vfs" in line for line in said) == (driver == "vfs")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("Error: creating build container: initializing source docker://nvidia/cuda:13: pinging container registry: dial tcp", True),
+        ('FATAL:   While performing build: conveyor failed to get: Get "https://index.docker.io/v2/": dial tcp', True),
+        ("cmake: no such file", False),
+    ],
+)
+def test_a_base_that_cannot_be_fetched(tmp_path: Path, text: str, told: bool) -> None:
+    tool, log = tmp_path / "buildah", tmp_path / "build.log"
+    tool.write_text(f"#!/bin/sh\necho '{text}'\nexit 125\n")
+    tool.chmod(0o755)
+    with log.open("w") as file, pytest.raises(building.BuildError) as caught:
+        building.run([str(tool), "build"], file.fileno(), log)
+    assert text in str(caught.value)
+    assert ("build_base and run_base in containers/image.yaml" in str(caught.value)) == told
 
 
 def test_settings_of_pip_reach_the_build_without_this_machines_paths(tmp_path: Path) -> None:

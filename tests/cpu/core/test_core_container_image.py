@@ -122,6 +122,8 @@ def test_images_with_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_image_that_is_not_there_or_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(images.ImageError, match=r"x\.sqsh does not exist; after .*: enroot import --output .*x\.sqsh podman://"):
+        images.digest(box(tmp_path / "x.sqsh", runtime="pyxis"))
     with pytest.raises(images.ImageError, match=r"x\.sif does not exist; build it: python -m pipeline container build"):
         images.digest(box(tmp_path / "x.sif"))
     with pytest.raises(images.ImageError, match="is a folder, which has no digest"):
