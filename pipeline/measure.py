@@ -211,18 +211,19 @@ def percentile(values: Sequence[float], fraction: float) -> float:
 
 
 def host_microseconds(step: Step, device: torch.device, repeats: int = 20) -> float:
-    """Median time in microseconds until the call returns, the GPU not waited for.
+    """Median time in microseconds until the call returns, the GPU not waited for, right after a call like it.
 
-    On a CPU the call does the work itself, so this is its whole time.
+    A training step issues one call after another: neither the caches nor autograd's thread are cold then, as they are after a wait
+    for the GPU. On a CPU the call does the work itself, so this is its whole time.
     """
     times = []
     for _ in range(repeats):
+        step.run(step.prepare())
         argument = step.prepare()
-        synchronize(device)
         start = time.perf_counter()
         step.run(argument)
         times.append(1e6 * (time.perf_counter() - start))
-        synchronize(device)
+        synchronize(device)  # the queue never fills: a full one would make the next call wait
     return statistics.median(times)
 
 

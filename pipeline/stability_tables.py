@@ -11,7 +11,7 @@ from pipeline import summary
 from pipeline.curves import decode
 from pipeline.summary import split
 from pipeline.table_model import Column, Row, Scalar, Section, Value, mark_best
-from pipeline.table_rows import by_implementation, csv_data, devices_of, heading_of, mean, name_value, number, section_keys
+from pipeline.table_rows import by_implementation, csv_data, devices_of, heading_of, mean, model_note, name_value, number, section_keys
 
 #: The run that the others' losses are compared with: OpenFold3's own code in fp32.
 EXACT = "pytorch_fp32"
@@ -62,7 +62,7 @@ def _section(title: str, rows: pd.DataFrame, order: Sequence[str], keys: dict[st
     others = [row for row in out if row.data["implementation"] != EXACT and row.remark is None]
     for name in ("apart", "distance.median", "distance.max", "distance_triangle.median", "distance_triangle.max"):
         mark_best(others, name)
-    return Section(title, columns, out, keys)
+    return Section(title, columns, out, keys, note=model_note(rows))
 
 
 def curve(part: pd.DataFrame, name: str) -> list[float]:

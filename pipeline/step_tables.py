@@ -18,6 +18,7 @@ from pipeline.table_rows import (
     heading_of,
     mean,
     metric,
+    model_note,
     name_value,
     number,
     section_keys,
@@ -93,7 +94,7 @@ def _time_section(title: str, rows: pd.DataFrame, order: Sequence[str], keys: di
                 row.data[f"speedup.{baseline}"] = ratio
     for name in ("s.wall", "s.gpu_busy"):
         mark_best(out, name)
-    return Section(title, columns, out, keys)
+    return Section(title, columns, out, keys, note=model_note(rows))
 
 
 def _parts_section(
@@ -109,7 +110,7 @@ def _parts_section(
         row = Row({"name": name_value(part)}, data=csv_data(part))
         row.values |= {name: number(mean(part, name)) for name in known}
         out.append(row)
-    return [Section(title, columns, out, keys, detail=True)]
+    return [Section(title, columns, out, keys, detail=True, repeated=True)]
 
 
 def step_seconds(part: pd.DataFrame) -> tuple[float, str]:

@@ -35,7 +35,7 @@ class Value:
 
 @dataclass
 class Row:
-    """One row. A row without numbers carries ``reason``; a row with numbers may carry ``remark``. ``data`` goes to the CSV."""
+    """One row. A row without numbers carries ``reason``; one with numbers may carry ``remark``. ``data`` goes to the CSV."""
 
     values: dict[str, Value]
     reason: str | None = None
@@ -45,7 +45,10 @@ class Row:
 
 @dataclass
 class Section:
-    """Rows under one heading; ``keys`` identifies the section in the CSV; ``detail`` sections come after the overview ones."""
+    """Rows under one heading; ``keys`` identifies the section in the CSV; ``detail`` sections come after the overview ones.
+
+    The numbers of a ``repeated`` section are in the CSV with another one's.
+    """
 
     title: str
     columns: list[Column]
@@ -53,6 +56,7 @@ class Section:
     keys: dict[str, Scalar]
     labels: int = 1
     detail: bool = False
+    repeated: bool = False
     note: str | None = None
 
     @property
@@ -221,7 +225,7 @@ def to_csv(table: Table) -> str:
     """The table as CSV: one line a row of every section, numbers unrounded, with status and reason."""
     records: list[dict[str, Scalar]] = []
     for section in table.sections:
-        for row in section.rows:
+        for row in () if section.repeated else section.rows:
             records.append({**section.keys, **row.data, "remark": row.reason or row.remark or ""})
     names: list[str] = []
     for record in records:

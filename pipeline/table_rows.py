@@ -16,6 +16,8 @@ from pipeline.table_model import ABSENT, Scalar, Value, significant
 SPREAD_LIMIT = 0.05
 #: Implementations whose version is that of PyTorch, which the footnote tells.
 IN_TORCH = ("eager", "sdpa", "flex", "compiled")
+#: Experiments whose version is that of the model which all back ends serve; a note tells it.
+OF_MODEL = ("step_time", "stability")
 
 
 def number(value: Any, digits: int = 3, factor: float = 1.0) -> Value:
@@ -44,12 +46,19 @@ def mean(part: pd.DataFrame, name: str) -> float:
 
 
 def name_value(part: pd.DataFrame) -> Value:
-    """An implementation as printed: its label, with its version unless that is told in the footnote (torch, turbopair)."""
+    """An implementation as printed: its label, with its version unless that is told elsewhere (torch, turbopair, a step's model)."""
     name = str(part["implementation"].iloc[0])
     title = label(name, summary.operator_of(part))
     versions = sorted({str(v) for v in part["version"].dropna()})
-    show = versions and not summary.is_turbopair(name) and not name.startswith(IN_TORCH)
+    of_model = part["experiment"].iloc[0] in OF_MODEL
+    show = versions and not of_model and not summary.is_turbopair(name) and not name.startswith(IN_TORCH)
     return Value(f"{title} {'/'.join(versions)}" if show else title, title)
+
+
+def model_note(part: pd.DataFrame) -> str | None:
+    """Which OpenFold3 computed the steps."""
+    versions = sorted({str(v) for v in part["version"].dropna()})
+    return f"OpenFold3 {'/'.join(versions)}." if versions else None
 
 
 def by_implementation(part: pd.DataFrame, order: Sequence[str]) -> list[pd.DataFrame]:

@@ -1,7 +1,9 @@
-"""The README's table of results is the reference run's, number by number."""
+"""The README's tables of results are the reference run's, number by number."""
 
 import csv
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 REFERENCE = "results/reference/nvidia-h200-2026-11-30"
@@ -13,12 +15,25 @@ SHOWN = {
     "cuequivariance": "cuEquivariance 0.13.0",
     "eager": "PyTorch eager (OpenFold3 stock)",
 }
+STEPS = {
+    "turbopair": "turbopair (attention and multiplication)",
+    "turbopair_attention": "turbopair, attention only",
+    "cuequivariance": "cuEquivariance (both)",
+    "flex": "FlexAttention",
+    "triton": "OpenFold3's Triton",
+    "pytorch": "OpenFold3's own PyTorch",
+}
 
 
-def rows() -> list[str]:
-    """The body of the table, from the reference run's kernel_time.csv (D = 32)."""
-    with (ROOT / REFERENCE / "tables/kernel_time.csv").open(newline="") as file:
-        found = {(row["n"], row["implementation"]): row for row in csv.DictReader(file) if row["head_dim"] == "32"}
+def table(name: str) -> list[dict[str, str]]:
+    """The rows of one of the reference run's tables."""
+    with (ROOT / REFERENCE / f"tables/{name}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def kernel_rows() -> list[str]:
+    """Triangle attention, from kernel_time.csv (D = 32)."""
+    found = {(row["n"], row["implementation"]): row for row in table("kernel_time") if row["head_dim"] == "32"}
     lines = []
     for n in LENGTHS:
         for name, title in SHOWN.items():
@@ -30,9 +45,27 @@ def rows() -> list[str]:
     return lines
 
 
-def test_the_table_is_that_of_the_reference_run() -> None:
-    text = (ROOT / "README.md").read_text()
-    block = text.partition("<!-- results:begin -->")[2].partition("<!-- results:end -->")[0]
-    table = [line for line in block.splitlines() if line.startswith("|")]
-    assert table[2:] == rows(), "the README's numbers are not the reference run's; expected:\n" + "\n".join(rows())
-    assert f"]({REFERENCE}/" in block
+def step_rows() -> list[str]:
+    """OpenFold3's optimizer step, from step_time.csv."""
+    found = {(int(row["crop"]), row["implementation"]): row for row in table("step_time")}
+    lines = []
+    for name, title in STEPS.items():
+        cells = [title]
+        for crop in LENGTHS:
+            row = found[crop, name]
+            if row["status"] == "ok":
+                best = float(found[crop, "turbopair"]["s.gpu_busy"])
+                cells += [f"{float(row['s.gpu_busy']):.2f}", f"{float(row['s.gpu_busy']) / best:.2f}", f"{float(row['s.wall']):.1f}"]
+            else:
+                cells += ["not run", "", ""]
+        lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
+    return lines
+
+
+@pytest.mark.parametrize(("block", "rows"), [("results", kernel_rows), ("steps", step_rows)])
+def test_the_table_is_that_of_the_reference_run(block: str, rows: object) -> None:
+    text = (ROOT / "README.md").read_text().partition(f"<!-- {block}:begin -->")[2].partition(f"<!-- {block}:end -->")[0]
+    shown = [line for line in text.splitlines() if line.startswith("|")]
+    assert callable(rows)
+    assert shown[2:] == rows(), "the README's numbers are not the reference run's; expected:\n" + "\n".join(rows())
+    assert f"]({REFERENCE}/" in text

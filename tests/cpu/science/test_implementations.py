@@ -249,6 +249,22 @@ def test_layouts_and_masks_of_the_gpu_peers(name: str, family: str, monkeypatch:
     assert max(error.relative_rmse for error in found.values()) < 0.01
 
 
+@pytest.mark.parametrize("there", [("evoformer",), ("evoattention",), ("evoformer", "evoattention")])
+def test_megafold_is_found_under_both_names_of_its_module(there: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    peer, inputs = implementations.get("megafold"), shared.inputs_for(Case(n=16, slices=4, heads=2, head_dim=8), CPU)
+    asked: list[str] = []
+
+    def module(self: base.Implementation, name: str) -> types.SimpleNamespace:
+        asked.append(name)
+        return types.SimpleNamespace(TritonEvoformer=evoformer_like)
+
+    monkeypatch.setattr("pipeline.implementations.megafold._importable", lambda name: name in there)
+    monkeypatch.setattr(type(peer), "module", module)
+    assert peer.version() == "unversioned"
+    assert peer.bind(inputs).forward(grad=False).shape == inputs.q[None].shape
+    assert asked == [there[-1]]  # the newer name where both are
+
+
 def test_silent_fallback_of_a_peer_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
     def falls_back(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
         return torch.softmax(q @ k.transpose(-1, -2) + bias, dim=-1) @ v

@@ -6,6 +6,7 @@ import synthetic as syn
 from pipeline import claims, figures, summary
 from pipeline.curves import decode, encode
 from pipeline.records import Status
+from pipeline.table_model import to_csv
 from pipeline.tables import build
 
 
@@ -36,7 +37,8 @@ def test_steps_of_other_numbers_of_gpus_and_crops_are_not_compared():
 
 def test_parts_of_the_gpu_time_and_of_the_step_have_sections_of_their_own():
     records = [syn.step("turbopair", busy=6.0, wall=10), syn.step("lma", busy=None, wall=30)]
-    time, gpu, parts = build("step_time", records).sections
+    table = build("step_time", records)
+    time, gpu, parts = table.sections
     assert not time.detail and gpu.detail and parts.detail
     assert [column.heading for column in gpu.columns] == ["back end", "attention", "GEMM"]  # one GPU: no NCCL
     assert row_of(gpu, "turbopair").values["gpu.attention"].text == "2.00"
@@ -44,6 +46,7 @@ def test_parts_of_the_gpu_time_and_of_the_step_have_sections_of_their_own():
     assert [column.heading for column in parts.columns] == ["back end", "backward", "(recompute)"]
     assert row_of(parts, "lma").values["backward.recompute"].text == "6.00"
     assert row_of(time, "turbopair").data["gpu.gemm"] == pytest.approx(1.2)  # for the CSV
+    assert len(to_csv(table).splitlines()) == 3  # a heading, and one line a back end
 
 
 def test_a_back_end_that_failed_has_its_reason_and_no_parts():
