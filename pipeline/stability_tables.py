@@ -40,7 +40,8 @@ def _section(title: str, rows: pd.DataFrame, order: Sequence[str], keys: dict[st
     columns += [Column(name, heading) for name, heading in _NUMBERS.items()]
     columns.insert(4, Column("apart", "loss off fp32 %"))
     exact = curve(rows[rows["implementation"] == EXACT], "loss")
-    out = []
+    out: list[Row] = []
+    others: list[Row] = []
     for part in by_implementation(rows, order):
         row = Row({"name": name_value(part)}, data=csv_data(part))
         out.append(row)
@@ -56,10 +57,11 @@ def _section(title: str, rows: pd.DataFrame, order: Sequence[str], keys: dict[st
         apart = _apart(exact, curve(part, "loss"))
         if apart is not None:
             row.values["apart"], row.data["loss_off_fp32"] = number(apart, factor=100), apart
-        if "diverged" in part and isinstance(told := part.loc[part["ok"], "diverged"].iloc[-1], str):
-            row.remark = f"diverged {told}"
-    # a run that diverged has numbers of its first steps only, before anything went wrong
-    others = [row for row in out if row.data["implementation"] != EXACT and row.remark is None]
+        diverged = "diverged" in part and isinstance(told := part.loc[part["ok"], "diverged"].iloc[-1], str)
+        row.remark = "; ".join(filter(None, [f"diverged {told}" if diverged else None, summary.shortfall(part)])) or None
+        # a run that diverged has numbers of its first steps only, before anything went wrong
+        if row.data["implementation"] != EXACT and not diverged:
+            others.append(row)
     for name in ("apart", "distance.median", "distance.max", "distance_triangle.median", "distance_triangle.max"):
         mark_best(others, name)
     return Section(title, columns, out, keys, note=model_note(rows))

@@ -101,7 +101,7 @@ def test_fp32_gradients_agree(stock: Any, batch: batches.Batch, exact: Run) -> N
 WRONG_KERNELS: dict[str, tuple[str, Callable[..., Any]]] = {
     "attention without bias": (ATTENTION, lambda q, k, v, bias, mask: (q, k, v, bias * 0, mask)),
     "attention with transposed bias": (ATTENTION, lambda q, k, v, bias, mask: (q, k, v, bias.mT, mask)),
-    "attention with another scale": (ATTENTION, lambda q, k, v, bias, mask: (q * 1.5, k, v, bias, mask)),
+    "attention with another scale": (ATTENTION, lambda q, k, v, bias, mask: (q * 3.0, k, v, bias, mask)),
     "multiplication in the other direction": (
         MULTIPLICATION,
         lambda z, mask, w, direction, eps: (z, mask, w, "incoming" if direction == "outgoing" else "outgoing", eps),

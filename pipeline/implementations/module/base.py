@@ -64,19 +64,18 @@ class OpenFold3Peer(ModulePeer):
 
 
 def bind_module(inputs: PairInputs, call: Callable[[Tensor], Tensor], parameters: dict[str, Tensor]) -> Bound:
-    """A :class:`Bound` of ``call(z)``, which runs under bf16 autocast, and of the parameters that it uses."""
-    device = inputs.z.device.type
+    """A :class:`Bound` of ``call(z)`` and of the parameters that it uses, under bf16 autocast."""
 
-    def under_autocast(z: Tensor) -> Tensor:
-        with warnings.catch_warnings(), torch.autocast(device, dtype=torch.bfloat16):
-            if device == "cpu":  # OpenFold3 asks for CUDA's autocast inside, whatever the device
-                warnings.filterwarnings("ignore", message=".*autocast.*", category=UserWarning)
+    def quietly(z: Tensor) -> Tensor:
+        with warnings.catch_warnings():
+            # on a CPU: OpenFold3 asks for CUDA's autocast inside, whatever the device
+            warnings.filterwarnings("ignore", message=".*autocast.*", category=UserWarning)
             return call(z)
 
     def restore(native: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor[0] if name in ("out", "dz") else tensor for name, tensor in native.items()}
 
     return Bound(
-        call=under_autocast, inputs={"dz": inputs.z[None]}, dout=inputs.dout[None], restore=restore,
+        call=quietly, inputs={"dz": inputs.z[None]}, dout=inputs.dout[None], restore=restore, autocast=True,
         parameters={WEIGHT + name: parameter for name, parameter in parameters.items()},
     )  # fmt: skip

@@ -89,6 +89,13 @@ def test_stability_compares_losses_and_gradients_with_fp32():
     assert own.values["distance_triangle.max"].raw == pytest.approx(0.04)
 
 
+def test_a_seed_that_failed_is_told_beside_the_numbers_of_the_others():
+    failed = syn.record(syn.cell("stability", "pytorch", 256, 32, "openfold", seed=1), None, Status.OOM, "out of GPU memory", syn.H200)
+    (section,) = build("stability", [*runs(), failed]).sections
+    row = row_of(section, "pytorch")
+    assert row.remark == "1 of 2 oom: out of GPU memory" and row.values["apart"].best
+
+
 def test_stability_without_an_fp32_run_has_no_comparison_of_losses():
     (section,) = build("stability", runs()[1:]).sections
     assert not any("loss_off_fp32" in row.data for row in section.rows)
