@@ -29,17 +29,17 @@ if command -v ninja >/dev/null; then export CMAKE_GENERATOR="${CMAKE_GENERATOR:-
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
-# PyTorch's own kernels are not instrumented: $kernels are filters, a word each. $quick is empty or one word.
+# PyTorch's own kernels are not instrumented: $options has filters of names. $quick is empty or one word.
 sanitize() { # OPERATOR TOOL CASES
     quick=
     [ "$2" = memcheck ] || quick=--quick # the others are slower by far
     echo "compute-sanitizer $2, triangle $1"
     # shellcheck disable=SC2086
-    compute-sanitizer --tool "$2" $kernels --error-exitcode 1 --print-limit 20 "${PYTHON:-python3}" "$root/kernels/tools/$3" $quick
+    compute-sanitizer --tool "$2" $options --error-exitcode 1 --print-limit 20 "${PYTHON:-python3}" "$root/kernels/tools/$3" $quick
 }
 
 attention() { # TOOL
-    kernels='--kernel-name kns=turbopair'
+    options='--kernel-name kns=turbopair'
     if [ "$1" = racecheck ]; then
         NVCC_APPEND_FLAGS=-DTURBOPAIR_RACECHECK cmake -S "$root/kernels" -B "$scratch/build" -DTURBOPAIR_REQUIRE_CUDA=ON >"$scratch/log" 2>&1 &&
             NVCC_APPEND_FLAGS=-DTURBOPAIR_RACECHECK cmake --build "$scratch/build" --parallel >>"$scratch/log" 2>&1 || { cat "$scratch/log" >&2; exit 2; }
@@ -56,8 +56,10 @@ multiplication() { # TOOL
         return
     fi
     # By name, as cuda.py lists them: Triton's kernels carry no prefix.
-    kernels=$(sed -n 's/^ *self\.[a-z_]* = Kernel([a-z_]*\.\([a-z_]*\))$/--kernel-name kns=\1/p' "$root/kernels/turbopair/triangle_multiplication/cuda.py")
-    [ -n "$kernels" ] || { echo "no kernels found in triangle_multiplication/cuda.py; this script reads their names there" >&2; exit 2; }
+    options=$(sed -n 's/^ *self\.[a-z_]* = Kernel([a-z_]*\.\([a-z_]*\))$/--kernel-name kns=\1/p' "$root/kernels/turbopair/triangle_multiplication/cuda.py")
+    [ -n "$options" ] || { echo "no kernels found in triangle_multiplication/cuda.py; this script reads their names there" >&2; exit 2; }
+    # Allocations lie side by side: without a gap, one that is overrun by a row may end where the next begins.
+    [ "$1" != memcheck ] || options="$options --padding 4096"
     sanitize multiplication "$1" sanitize_multiplication_cases.py
 }
 

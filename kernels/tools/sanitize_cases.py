@@ -1,4 +1,4 @@
-"""Small calls of triangle attention's kernels for compute-sanitizer (see sanitize.sh): tails, every path, precision, mask kind and hand-over."""
+"""Small calls of triangle attention's kernels for compute-sanitizer (see sanitize.sh): tails, paths, precisions, mask kinds, hand-over."""
 
 import argparse
 import time
