@@ -1,45 +1,17 @@
 """Bitwise equal results: over repeats, over whatever memory held before, over two trainings."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 
 import turbopair
 from tests.gpu import checks
+from tests.gpu.repeats import REPEATS, assert_trainings_agree, disturbed, poison
 from tests.support import numerics
 from tests.support.numerics import Case
 
 pytestmark = pytest.mark.gpu
 
 BF16, FP32 = torch.bfloat16, torch.float32
-REPEATS = 20
-
-
-@contextmanager
-def busy_stream(device: torch.device) -> Iterator[None]:
-    """Keep a second stream full of matrix products, which take SMs away at changing times."""
-    stream = torch.cuda.Stream(device)
-    a = torch.randn(8192, 8192, device=device, dtype=BF16)
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(100):
-            a = (a @ a).clamp_(-1, 1)
-    try:
-        yield
-    finally:
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-
-
-def poison(device: torch.device, byte: int, largest: int = 1 << 28) -> None:
-    """Fill the caching allocator's free blocks with a byte: 0xff is NaN to floats and -1 to integer counters."""
-    size, blocks = 512, []
-    while size <= largest:
-        blocks += [torch.empty(size, dtype=torch.uint8, device=device).fill_(byte) for _ in range(3)]
-        size *= 2
-    del blocks
 
 
 @pytest.mark.parametrize("precision", ["plain", "paper", "split_p", "exact"])
@@ -68,16 +40,8 @@ def test_repeats_at_full_size(hopper: torch.device, dim: int, record_property: c
 def _repeat(device: torch.device, case: Case, precision: str) -> None:
     data = checks.inputs(case, device)
     expected = checks.operator(data, precision=precision)
-    kept = []
-    with busy_stream(device):
-        for repeat in range(REPEATS):
-            # Other addresses and other contents at every call.
-            poison(device, (0xFF, 0x00, 0x7F, 0x01)[repeat % 4], 1 << 24)
-            kept.append(torch.empty((repeat + 1) * 700_001, dtype=torch.uint8, device=device))
-            if repeat % 5 == 4:
-                kept.clear()
-                torch.cuda.empty_cache()
-            checks.assert_same_bits(checks.operator(data, precision=precision), expected, f"{case} {precision}, repeat {repeat}")
+    for repeat in disturbed(device):
+        checks.assert_same_bits(checks.operator(data, precision=precision), expected, f"{case} {precision}, repeat {repeat}")
 
 
 @pytest.mark.parametrize("dtype,dim", [(BF16, 16), (BF16, 32), (BF16, 24), (BF16, 64), (FP32, 32)])
@@ -118,26 +82,9 @@ class Layer(torch.nn.Module):
         return pair + self.out(turbopair.triangle_attention(q, k, v, bias).flatten(-2))
 
 
-def _train(device: torch.device) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(Layer(), Layer()).to(device, BF16)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    generator = torch.Generator().manual_seed(1)
-    losses = []
-    for _ in range(5):
-        pair, target = (torch.randn(100, 100, 64, generator=generator).to(device, BF16) for _ in range(2))
-        loss = (model(pair) - target).float().square().mean()
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        losses.append(loss.detach())
-    return [*losses, *(parameter.detach() for parameter in model.parameters())]
-
-
 def test_two_trainings_agree_in_every_bit(hopper: torch.device) -> None:
-    first = _train(hopper)
-    poison(hopper, 0xFF)
-    with busy_stream(hopper):
-        second = _train(hopper)
-    assert all(checks.same_bits(a, b) for a, b in zip(first, second, strict=True))
-    assert not checks.same_bits(first[0], first[4])
+    def make() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(Layer(), Layer()).to(hopper, BF16)
+
+    assert_trainings_agree(make, (100, 100, 64), hopper)

@@ -7,7 +7,7 @@ from torch import Tensor
 import turbopair
 from tests.gpu import checks
 from tests.gpu.multiplication import assert_same_bits, operator
-from tests.gpu.test_determinism import busy_stream, poison
+from tests.gpu.repeats import REPEATS, assert_trainings_agree, disturbed, poison
 from tests.support import multiplication
 from tests.support.multiplication import TENSORS, WEIGHTS, Case
 from turbopair import TriangleMultiplicationWeights
@@ -16,22 +16,14 @@ pytestmark = pytest.mark.gpu
 
 BF16, FP32 = torch.bfloat16, torch.float32
 DIRECTIONS = ("outgoing", "incoming")
-REPEATS = 20
 
 
 def _repeat(device: torch.device, case: Case) -> None:
     """Call REPEATS times beside a busy stream, at other addresses and on other contents of memory each time."""
     data = multiplication.inputs(case, device)
     expected = operator(data)
-    kept = []
-    with busy_stream(device):
-        for repeat in range(REPEATS):
-            poison(device, (0xFF, 0x00, 0x7F, 0x01)[repeat % 4], 1 << 24)
-            kept.append(torch.empty((repeat + 1) * 700_001, dtype=torch.uint8, device=device))
-            if repeat % 5 == 4:
-                kept.clear()
-                torch.cuda.empty_cache()
-            assert_same_bits(operator(data), expected, f"{case}, repeat {repeat}")
+    for repeat in disturbed(device):
+        assert_same_bits(operator(data), expected, f"{case}, repeat {repeat}")
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -121,25 +113,5 @@ class Layer(torch.nn.Module):
         return z
 
 
-def _train(device: torch.device) -> list[Tensor]:
-    model = Layer(64, device)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    generator = torch.Generator().manual_seed(1)
-    losses = []
-    for _ in range(5):
-        pair, target = (torch.randn(1, 100, 100, 64, generator=generator).to(device, BF16) for _ in range(2))
-        loss = (model(pair) - target).float().square().mean()
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        losses.append(loss.detach())
-    return [*losses, *(parameter.detach() for parameter in model.parameters())]
-
-
 def test_two_trainings_agree_in_every_bit(hopper: torch.device) -> None:
-    first = _train(hopper)
-    poison(hopper, 0xFF)
-    with busy_stream(hopper):
-        second = _train(hopper)
-    assert all(checks.same_bits(a, b) for a, b in zip(first, second, strict=True))
-    assert not checks.same_bits(first[0], first[4])
+    assert_trainings_agree(lambda: Layer(64, hopper), (1, 100, 100, 64), hopper)
