@@ -110,15 +110,17 @@ def test_an_array_with_failing_cells(lab: Any) -> None:
 
 def test_a_job_that_reaches_its_time_limit_carries_on(lab: Any) -> None:
     site(lab, cells_per_job=100, timeout_min=5)
-    lab.write_config("odd.waits", cases=30)
+    lab.write_config("odd.waits", cases=75)  # longer than the minute in which Slurm must have looked at the limit
     process = lab.start()
     wait_for(lambda: len(recorded(lab)) >= 3)
     (job,) = [line.split()[0] for line in queue(lab)]
     before = {path.name: path.stat().st_mtime_ns for path in recorded(lab)}
     ask(lab, "scontrol", "update", f"JobId={job}", "TimeLimit=1")  # Slurm now warns it, as before any limit
+    wait_for(lambda: "Restarts=1" in ask(lab, "scontrol", "show", "job", job))
+    ask(lab, "scontrol", "update", f"JobId={job}", "TimeLimit=5")
     text, _ = process.communicate(timeout=240)
     assert process.returncode == 0, text
-    assert len(recorded(lab)) == 30
+    assert len(recorded(lab)) == 75
     assert {name: (lab.results / "records/accuracy" / name).stat().st_mtime_ns for name in before} == before
     attempts = ask(lab, "sacct", "-n", "-P", "-X", "-D", "-o", "JobID,State,Start", "-j", job).splitlines()
     assert len(attempts) >= 2, attempts
