@@ -225,7 +225,9 @@ def to_csv(table: Table) -> str:
     """The table as CSV: one line a row of every section, numbers unrounded, with status and reason."""
     records: list[dict[str, Scalar]] = []
     for section in table.sections:
-        for row in () if section.repeated else section.rows:
+        if section.repeated:
+            continue
+        for row in section.rows:
             records.append({**section.keys, **row.data, "remark": row.reason or row.remark or ""})
     names: list[str] = []
     for record in records:

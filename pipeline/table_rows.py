@@ -45,20 +45,25 @@ def mean(part: pd.DataFrame, name: str) -> float:
     return float(values.mean()) if len(values) else math.nan
 
 
+def versions(part: pd.DataFrame) -> str:
+    """What the rows say was run: usually one version; "" for rows that have none."""
+    return "/".join(sorted({str(version) for version in part["version"].dropna()}))
+
+
 def name_value(part: pd.DataFrame) -> Value:
     """An implementation as printed: its label, with its version unless that is told elsewhere (torch, turbopair, a step's model)."""
     name = str(part["implementation"].iloc[0])
     title = label(name, summary.operator_of(part))
-    versions = sorted({str(v) for v in part["version"].dropna()})
+    version = versions(part)
     of_model = part["experiment"].iloc[0] in OF_MODEL
-    show = versions and not of_model and not summary.is_turbopair(name) and not name.startswith(IN_TORCH)
-    return Value(f"{title} {'/'.join(versions)}" if show else title, title)
+    show = version and not of_model and not summary.is_turbopair(name) and not name.startswith(IN_TORCH)
+    return Value(f"{title} {version}" if show else title, title)
 
 
 def model_note(part: pd.DataFrame) -> str | None:
     """Which OpenFold3 computed the steps."""
-    versions = sorted({str(v) for v in part["version"].dropna()})
-    return f"OpenFold3 {'/'.join(versions)}." if versions else None
+    version = versions(part)
+    return f"OpenFold3 {version}." if version else None
 
 
 def by_implementation(part: pd.DataFrame, order: Sequence[str]) -> list[pd.DataFrame]:
@@ -73,7 +78,7 @@ def csv_data(part: pd.DataFrame) -> dict[str, Scalar]:
     status = "ok" if part["ok"].all() else "partial" if part["ok"].any() else str(statuses.index[0])
     return {
         "implementation": str(part["implementation"].iloc[0]),
-        "version": "/".join(sorted({str(v) for v in part["version"].dropna()})),
+        "version": versions(part),
         "status": status,
         "cases_ok": int(part["ok"].sum()),
     }

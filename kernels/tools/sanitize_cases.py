@@ -1,10 +1,9 @@
 """Small calls of triangle attention's kernels for compute-sanitizer (see sanitize.sh): tails, paths, precisions, mask kinds, hand-over."""
 
-import argparse
-import time
 from typing import NamedTuple
 
 import torch
+from sanitize_run import main, require_finite
 
 import turbopair
 
@@ -60,23 +59,8 @@ def call(case: Case) -> None:
     masks = {"none": None, "bool": keep.cuda(), "additive": torch.where(keep, 0.0, -1e9).cuda()}
     out = turbopair.triangle_attention(q, k, v, bias, masks[case.mask], precision=case.precision)
     dout = torch.randn(out.shape, generator=generator).to("cuda", out.dtype)
-    results = (out, *torch.autograd.grad(out, (q, k, v, bias), dout))
-    # On the CPU: a check on the GPU would be more kernels of PyTorch.
-    if not all(result.detach().cpu().isfinite().all() for result in results):
-        raise SystemExit(f"not finite: {case}")
-
-
-def main() -> None:
-    """Run the cases; ``--quick`` keeps the essential ones, for racecheck, which is slow."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    cases = ESSENTIAL if parser.parse_args().quick else ESSENTIAL + MORE
-    start = time.monotonic()
-    for case in cases:
-        call(case)
-    torch.cuda.synchronize()
-    print(f"{len(cases)} cases ran in {time.monotonic() - start:.0f} s")
+    require_finite((out, *torch.autograd.grad(out, (q, k, v, bias), dout)), case)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, call, ESSENTIAL, MORE)

@@ -3,11 +3,10 @@
 Few sets of dtypes and channels, because each is compiled by Triton at its first call.
 """
 
-import argparse
-import time
 from typing import NamedTuple
 
 import torch
+from sanitize_run import main, require_finite
 
 import turbopair
 from turbopair import TriangleMultiplicationWeights
@@ -59,23 +58,8 @@ def call(case: Case) -> None:
     weights = TriangleMultiplicationWeights(*(normal(*size, dtype=case.weights).requires_grad_() for size in sizes))
     z.requires_grad_()
     out = turbopair.triangle_multiplication(z, masks[case.mask], weights, case.direction)
-    results = (out, *torch.autograd.grad(out, (z, *weights), dout))
-    # On the CPU: a check on the GPU would be more kernels of PyTorch.
-    if not all(result.detach().cpu().isfinite().all() for result in results):
-        raise SystemExit(f"not finite: {case}")
-
-
-def main() -> None:
-    """Run the cases; ``--quick`` keeps the essential ones, for racecheck, which is slow."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    cases = ESSENTIAL if parser.parse_args().quick else ESSENTIAL + MORE
-    start = time.monotonic()
-    for case in cases:
-        call(case)
-    torch.cuda.synchronize()
-    print(f"{len(cases)} cases ran in {time.monotonic() - start:.0f} s")
+    require_finite((out, *torch.autograd.grad(out, (z, *weights), dout)), case)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, call, ESSENTIAL, MORE)

@@ -6,6 +6,7 @@ replaced. Each is compared by what the other tests are compared by, on inputs on
 """
 
 import copy
+import dataclasses
 import importlib
 from collections.abc import Callable
 from pathlib import Path
@@ -199,7 +200,7 @@ def test_a_product_without_its_last_block_is_found(hopper: torch.device, directi
     def product(out: torch.Tensor, left: torch.Tensor, right_operand: torch.Tensor) -> None:
         right(out, left[..., :128], right_operand[..., :128, :])
 
-    data = multiplication.inputs(Case(**{**vars(CASE), "direction": direction}), hopper)
+    data = multiplication.inputs(dataclasses.replace(CASE, direction=direction), hopper)
     monkeypatch.setattr(cuda, "_product", product)
     found = multiplication.found(operator(data), data)
     expect(found, "out")
@@ -214,7 +215,7 @@ def test_padding_that_is_not_cleared_is_found(hopper: torch.device, direction: s
     def leave(call: object, tensor: torch.Tensor) -> None:
         tensor[..., CASE.n :].fill_(torch.nan)
 
-    data = multiplication.inputs(Case(**{**vars(CASE), "direction": direction}), hopper)
+    data = multiplication.inputs(dataclasses.replace(CASE, direction=direction), hopper)
     monkeypatch.setattr(cuda._Call, "clear_padding", leave)
     expect(multiplication.found(operator(data), data), wrong)
 

@@ -1,13 +1,13 @@
 """Memory and host time of a call."""
 
 import gc
-import statistics
 import time
 
 import pytest
 import torch
 
 import turbopair
+from pipeline.measure import Step, host_microseconds
 from tests.gpu import checks
 
 pytestmark = pytest.mark.gpu
@@ -74,19 +74,13 @@ def test_host_time_is_reported(hopper: torch.device, dim: int, record_property: 
     """
     data = _inputs(32, dim, hopper)
     leaves = [data[name].requires_grad_() for name in ("q", "k", "v", "bias")]
-    times: dict[str, list[float]] = {"forward": [], "backward": []}
-    for _ in range(300):
-        before = turbopair.triangle_attention(*leaves)
-        start = time.perf_counter()
-        out = turbopair.triangle_attention(*leaves)
-        times["forward"].append(time.perf_counter() - start)
-        torch.autograd.grad(before, leaves, data["dout"])
-        start = time.perf_counter()
-        torch.autograd.grad(out, leaves, data["dout"])
-        times["backward"].append(time.perf_counter() - start)
-        torch.cuda.synchronize()
-    for name, values in times.items():
-        median = 1e6 * statistics.median(values[100:])
+
+    def forward(_: object = None) -> torch.Tensor:
+        return turbopair.triangle_attention(*leaves)
+
+    backward = Step(lambda out: torch.autograd.grad(out, leaves, data["dout"]), prepare=forward)
+    for name, step in {"forward": Step(forward), "backward": backward}.items():
+        median = host_microseconds(step, hopper, repeats=200)
         record_property(f"host_us.{name}.d{dim}", round(median, 1))
         print(f"host time of a {name} call, D = {dim}: {median:.1f} us")
         assert median > 0
