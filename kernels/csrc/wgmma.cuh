@@ -78,6 +78,15 @@ __device__ __forceinline__ void mma_m64n64_ss(float (&d)[32], uint64_t a, uint64
         : TURBOPAIR_ACC8(d, 0), TURBOPAIR_ACC8(d, 8), TURBOPAIR_ACC8(d, 16), TURBOPAIR_ACC8(d, 24)
         : "l"(a), "l"(b), "r"(accumulate));
 }
+// D[64 x 32] (+)= A[64 x 16] B[32 x 16]^T, both K-major in shared memory.
+__device__ __forceinline__ void mma_m64n32_ss(float (&d)[16], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15},"
+        "%16,%17,p,1,1,0,0;\n}\n"
+        : TURBOPAIR_ACC8(d, 0), TURBOPAIR_ACC8(d, 8)
+        : "l"(a), "l"(b), "r"(accumulate));
+}
 // The same with A in registers.
 __device__ __forceinline__ void mma_m64n64_rs(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(

@@ -3,10 +3,10 @@
 It lets the operator, and every experiment on it, run without a GPU, and it says what accuracy the kernels should reach. Its bits
 are its own (a matrix product adds in another order than a tensor core); what it shares with the kernels is what decides the error:
 
-* scores, exponentials and sums in fp32; keys in tiles of 64. A row has no reference (P = exp(score)) until a tile's sum leaves
-  2**-40 (first tile only) .. 2**60; then it takes the largest score so far (with ``split_p`` from the first tile on). The kernels
-  decide for the 16 rows of a warp together, which moves rounding errors but not their size;
-* P of a tile rounded to bf16 before P v (``split_p``: the sum of two bf16); out is normalised by the sum of the rounded P, lse by
+* scores, exponentials and sums in fp32; keys in steps of 32 (D up to 16 without ``split_p``) or 64. A row has no reference
+  (P = exp(score)) until a step's sum leaves 2**-40 (first step only) .. 2**60; then it takes the largest score so far (with ``split_p``
+  from the first step on). The kernels decide for the 16 rows of a warp together, which moves rounding errors but not their size;
+* P of a step rounded to bf16 before P v (``split_p``: the sum of two bf16); out is normalised by the sum of the rounded P, lse by
   that of the exact one;
 * out rounded to bf16; ``residual``: also bf16(O_fp32 - out), so that Delta = rowsum(dout * (out + residual)) sees O_fp32;
 * backward: P from lse in fp32, rounded to bf16 for dv; dS rounded to bf16 for dq and dk (``split_ds``: the sum of two bf16);
@@ -24,7 +24,7 @@ from turbopair.triangle_attention.contract import PRECISIONS
 from turbopair.triangle_attention.reference import chunks, heads_first, mask_terms
 
 TILE = 64
-LARGEST_SUM, SMALLEST_SUM = 2.0**60, 2.0**-40  # as kernels/csrc/triangle_attention_forward.cu
+LARGEST_SUM, SMALLEST_SUM = 2.0**60, 2.0**-40  # as kernels/csrc/forward_rows.cuh
 FLOOR = -1e28
 _F32 = torch.float32
 
@@ -102,13 +102,13 @@ def backward(
 
 
 def _softmax_v(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float, split_p: bool) -> tuple[Tensor, Tensor]:
-    """O in fp32 ``[I, H, Nq, D]`` and lse ``[I, H, Nq]`` by one pass over key tiles; fp32 inputs ``[I, H, N, D]``."""
-    keys = k.shape[-2]
+    """O in fp32 ``[I, H, Nq, D]`` and lse ``[I, H, Nq]`` by one pass over the keys; fp32 inputs ``[I, H, N, D]``."""
+    keys, step = k.shape[-2], 32 if q.shape[-1] <= 16 and not split_p else TILE
     reference = q.new_zeros((*q.shape[:-1], 1))
     total, weight, accumulator = torch.zeros_like(reference), torch.zeros_like(reference), torch.zeros_like(q)
     excluded, additive, dead = (None, None, None) if mask is None else mask_terms(mask, _F32)
-    for start in range(0, keys, TILE):
-        tile = slice(start, start + TILE)
+    for start in range(0, keys, step):
+        tile = slice(start, start + step)
         scores = (q @ k[..., tile, :].mT).mul_(scale).add_(bias[..., tile])
         if additive is not None:
             scores.add_(additive[:, None, None, tile])
@@ -116,8 +116,8 @@ def _softmax_v(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | Non
             scores.masked_fill_(excluded[:, None, None, tile], -torch.inf)
         first = start == 0
         p = (scores - reference).exp()
-        tile_sum = p.sum(-1, keepdim=True)
-        inside = (tile_sum < LARGEST_SUM) & (tile_sum > (SMALLEST_SUM if first else -1.0))
+        step_sum = p.sum(-1, keepdim=True)
+        inside = (step_sum < LARGEST_SUM) & (step_sum > (SMALLEST_SUM if first else -1.0))
         if (first and split_p) or not inside.all():
             top = scores.amax(-1, keepdim=True)
             # A row without an allowed key so far keeps a reference far below every score.
@@ -128,8 +128,8 @@ def _softmax_v(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | Non
                 total, weight, accumulator = total * rescale, weight * rescale, accumulator * rescale
             reference = raised
             p = scores.sub_(reference).exp_()
-            tile_sum = p.sum(-1, keepdim=True)
-        total = total + tile_sum
+            step_sum = p.sum(-1, keepdim=True)
+        total = total + step_sum
         high = _round(p)
         rounded = high + _round(p - high) if split_p else high
         weight = weight + rounded.sum(-1, keepdim=True)
