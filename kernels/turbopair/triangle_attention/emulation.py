@@ -9,7 +9,9 @@ are its own (a matrix product adds in another order than a tensor core); what it
 * P of a step rounded to bf16 before P v (``split_p``: the sum of two bf16); out is normalised by the sum of the rounded P, lse by
   that of the exact one;
 * out rounded to bf16; ``residual``: also bf16(O_fp32 - out), so that Delta = rowsum(dout * (out + residual)) sees O_fp32;
-* backward: P from lse in fp32, rounded to bf16 for dv; dS rounded to bf16 for dq and dk (``split_ds``: the sum of two bf16);
+* backward: lse / scale, as the sum of three bf16, is taken from the scores before they are multiplied by the scale, and Delta, as the
+  sum of two, from dO v; P in fp32, at most one, rounded to bf16 for dv; dS rounded to bf16 for dq and dk (``split_ds``: the sum of
+  two bf16);
 * dbias: fp32 sum of the unrounded dS over slices, in slice order (the kernels add slices in pairs: the same up to fp32 rounding).
 
 Layout and mask conventions are those of :mod:`turbopair.triangle_attention.reference`.
@@ -26,6 +28,7 @@ from turbopair.triangle_attention.reference import chunks, heads_first, mask_ter
 TILE = 64
 LARGEST_SUM, SMALLEST_SUM = 2.0**60, 2.0**-40  # as kernels/csrc/forward_rows.cuh
 FLOOR = -1e28
+LEAST_SCALE = 1e-30  # a smaller one counts as zero in the backward, as kernels/csrc/triangle_attention_backward.cu
 _F32 = torch.float32
 
 
@@ -73,18 +76,22 @@ def backward(
     dbias = torch.zeros(bias.shape, dtype=_F32, device=q.device)
     for b, part in chunks(q, k, _F32.itemsize):
         qs, ks, vs, do = (heads_first(tensor[b, part], _F32) for tensor in (q, k, v, dout))
-        scores = (qs @ ks.mT).mul_(scale).add_(bias[b].to(_F32))
+        # Without a scale the scores are those of q = 0, at any scale.
+        has_scale = abs(scale) >= LEAST_SCALE
+        shift = _pieces(lse[b, part].unsqueeze(-1) / (scale if has_scale else 1.0), 3)
+        scores = (qs @ ks.mT).sub_(shift).mul_(scale) if has_scale else -shift
+        scores = scores + bias[b].to(_F32)
         dead = None
         if mask is not None:
             excluded, additive, dead = mask_terms(mask[b, part], _F32)
             if additive is not None:
                 scores.add_(additive[:, None, None, :])
             scores.masked_fill_(excluded[:, None, None, :], -torch.inf)
-        p = scores.sub_(lse[b, part].unsqueeze(-1)).exp_()
+        p = scores.clamp_max_(0.0).exp_()
         kept = heads_first(out[b, part], _F32)
         if flags.residual:
             kept = kept + heads_first(residual[b, part], _F32)
-        delta = (do * kept).sum(-1, keepdim=True)
+        delta = _pieces((do * kept).sum(-1, keepdim=True), 2)
         # p is exactly zero in dead slices, and dS with it.
         ds = (do @ vs.mT).sub_(delta).mul_(p)
 
@@ -146,6 +153,15 @@ def _tiled_product(a: Tensor, b: Tensor) -> Tensor:
     for start in range(TILE, a.shape[-1], TILE):
         result += a[..., start : start + TILE] @ b[..., start : start + TILE, :]
     return result
+
+
+def _pieces(tensor: Tensor, count: int) -> Tensor:
+    """The sum of ``count`` bf16 numbers next to fp32 ``tensor``, each the rounding of what the ones before leave."""
+    total, rest = torch.zeros_like(tensor), tensor
+    for _ in range(count):
+        piece = _round(rest)
+        total, rest = total + piece, rest - piece
+    return total
 
 
 def _round(tensor: Tensor) -> Tensor:
