@@ -1,67 +1,9 @@
 // A consumer warpgroup of the tensor-core backward: all arithmetic on score tiles, two slices at once.
 #pragma once
-#include "backward_protocol.cuh"
-#include "gather_row.cuh"
+#include "backward_dkv.cuh"
 #include "wgmma.cuh"
 
 namespace turbopair {
-
-template <int D>
-struct Gradients {
-    float dk[D / 2], dv[D / 2];
-};
-
-// Adds the earlier query ranges' sums of a pair of slices and hands the result on: to the next range in fp32, or, from the last one, as bf16.
-template <int D, bool kExact>
-__device__ __forceinline__ void store_dkv(const BackwardParams &p, const Unit &u, Gradients<D> (&g)[kPair], uint8_t *smem, const Barriers &bar,
-                                          RingPosition &ring, int m, int w, int t) {
-    using L = BackwardLayout<D, kExact>;
-    const int lane = t % 32;
-#pragma unroll
-    for (int x = 0; x < kPair; x++) {
-        if (x == 1 && !u.has_partner(m)) break;
-        if (u.q_range > 0) {
-            barrier_wait(bar.ring_full(w, ring.stage), ring.phase);
-            const float4 *dk = reinterpret_cast<const float4 *>(smem + L::kRing + (w * kRingStages + ring.stage) * L::kStageBytes) + t;
-            const float4 *dv = dk + kTile * D / 4;
-#pragma unroll
-            for (int e = 0; e < D / 8; e++) {
-                float4 a = dk[e * 128], b = dv[e * 128];
-                g[x].dk[e * 4] += a.x, g[x].dk[e * 4 + 1] += a.y, g[x].dk[e * 4 + 2] += a.z, g[x].dk[e * 4 + 3] += a.w;
-                g[x].dv[e * 4] += b.x, g[x].dv[e * 4 + 1] += b.y, g[x].dv[e * 4 + 2] += b.z, g[x].dv[e * 4 + 3] += b.w;
-            }
-            // The reads must have ended before the copy engine may write here: the arrival alone does not wait for them.
-            asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
-            __syncwarp();
-            warp_arrive(bar.ring_empty(w, ring.stage), lane);
-            ring.advance(kRingStages);
-        }
-        if (u.q_range + 1 < p.q_ranges) {
-            int64_t tile = (u.slice_index(p, m) + x * p.heads) * p.k_tiles + u.k_tile;
-            float4 *dk = reinterpret_cast<float4 *>(p.dk) + tile * (kTile * D / 4) + t, *dv = reinterpret_cast<float4 *>(p.dv) + tile * (kTile * D / 4) + t;
-#pragma unroll
-            for (int e = 0; e < D / 8; e++) {
-                __stcg(dk + e * 128, make_float4(g[x].dk[e * 4], g[x].dk[e * 4 + 1], g[x].dk[e * 4 + 2], g[x].dk[e * 4 + 3]));
-                __stcg(dv + e * 128, make_float4(g[x].dv[e * 4], g[x].dv[e * 4 + 1], g[x].dv[e * 4 + 2], g[x].dv[e * 4 + 3]));
-            }
-            continue;
-        }
-        const int64_t slice = int64_t(u.batch) * p.slices + u.first_slice + kPair * m + x;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            int key = u.k_tile * kTile + t / 32 * 16 + lane / 4 + half * 8;
-            uint4 dk = gather_row<D>(g[x].dk, half, p.scale, lane), dv = gather_row<D>(g[x].dv, half, 1.f, lane);
-            if (key >= p.nk || (D == 16 && lane & 1)) continue;
-            int64_t offset = ((slice * p.nk + key) * p.heads + u.head) * D + (D == 16 ? lane % 4 / 2 : lane % 4) * 8;
-            *reinterpret_cast<uint4 *>(p.dk_out + offset) = dk;
-            *reinterpret_cast<uint4 *>(p.dv_out + offset) = dv;
-        }
-    }
-    if (u.q_range + 1 < p.q_ranges) {  // the forwarding thread passes the turn
-        __syncwarp();
-        warp_arrive(bar.dkv_done(w), lane);
-    }
-}
 
 // Sixteen registers of a thread's bias: a whole tile in bf16, half of one in fp32, whose second half follows while the first is used.
 template <typename Bias>
@@ -115,7 +57,7 @@ __device__ __forceinline__ void consume(const BackwardParams &p, const Unit &u, 
         for (int e = 0; e < D / 2; e++) g[x].dk[e] = g[x].dv[e] = 0.f;
     }
 
-    // S^T = K Q^T and dP^T = V dO^T of both slices at the ring's stage.
+    // S^T = K Q^T - log-sum-exp / scale and dP^T = V dO^T - delta of both slices at the ring's stage.
     auto scores = [&]() {
 #pragma unroll
         for (int x = 0; x < kPair; x++) fresh(s[x]), fresh(d[x]);
@@ -131,6 +73,9 @@ __device__ __forceinline__ void consume(const BackwardParams &p, const Unit &u, 
             for (int step = 0; step < D / 16; step++) mma_m64n64_ss(s[x], advance(kx, step * 32), advance(qx, step * 32), step > 0);
 #pragma unroll
             for (int step = 0; step < D / 16; step++) mma_m64n64_ss(d[x], advance(vx, step * 32), advance(ox, step * 32), step > 0);
+            const uint64_t rows = plain_descriptor(from + L::kRows + (w * kPair + x) * L::kRowBytes, kCoreBytes);
+            mma_columns_ss(s[x], plain_descriptor(from + L::kOnes, 0), rows, 1);
+            mma_columns_ss(d[x], plain_descriptor(from + L::kOnes + kDeltaOnes * 16, 0), rows, 1);
         }
         wgmma_commit();
     };
@@ -146,6 +91,7 @@ __device__ __forceinline__ void consume(const BackwardParams &p, const Unit &u, 
     barrier_wait(bar.k_full(w), 0);
     barrier_wait(bar.v_full(w), 0);
     barrier_wait(bar.ring_full(w, ring.stage), ring.phase);
+    barrier_wait(bar.rows_full(w), 0);
     scores();
     wgmma_wait<0>();  // ptxas wants no product in flight on entry to the loop
 #pragma unroll
@@ -159,43 +105,50 @@ __device__ __forceinline__ void consume(const BackwardParams &p, const Unit &u, 
                 mask0[x] = mask[0];
                 mask1[x] = mask[8];
                 empty[x] = p.empty[bi];
+                if (empty[x]) {  // its log-sum-exp is that of nk zeros; that in the scores is multiplied by the scale, zero
+                    mask0[x] -= __log2f(float(p.nk));
+                    mask1[x] -= __log2f(float(p.nk));
+                }
                 scale[x] = empty[x] ? 0.f : p.scale_log2e;
                 bias_scale[x] = empty[x] ? 0.f : kLog2e;
             }
         }
-        barrier_wait(bar.rows_full(w), tile_phase);
         if (m > 0) barrier_wait(bar.slab(w, j), (m - 1) / kBwdConsumers & 1);  // dBias: pair m - 1 has been added
         wgmma_wait<0>();
 #pragma unroll
         for (int x = 0; x < kPair; x++) pin(s[x]), pin(d[x]);
+        warp_arrive(bar.rows_empty(w), lane);
         // V is read by dP alone, which is complete for these slices: the loader may fill its place for the consumer's next pair.
         if (j == u.q_count - 1) warp_arrive(bar.v_empty(w), lane);
         const uint32_t from = opaque(base);
         const uint64_t q = smem_descriptor<D * 2>(from + L::kRing + (w * kRingStages + ring.stage) * L::kStageBytes);
 #pragma unroll
         for (int x = 0; x < kPair; x++) pin(g[x].dk), pin(g[x].dv);
-        const float4 *rows = reinterpret_cast<const float4 *>(smem + L::kRows + w * kPair * L::kRowBytes) + lane % 4;
         float4 *slab = reinterpret_cast<float4 *>(smem + L::kSlab) + j * 1024 + t;
         uint32_t pt[kPair][16], z[kPair][16], z_low[kPair][kExact ? 16 : 1];
         // One column group ahead: shared memory answers late under this load.
-        float4 next_row[kPair] = {rows[0], rows[L::kRowBytes / 16]}, next_sum = slab[0];
+        float4 next_sum = slab[0];
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            float4 row[kPair] = {next_row[0], next_row[1]}, sum = next_sum;  // row: lse0, lse1, delta0, delta1
-            if (i < 7) next_row[0] = rows[(i + 1) * 4], next_row[1] = rows[L::kRowBytes / 16 + (i + 1) * 4], next_sum = slab[(i + 1) * 128];
+            float4 sum = next_sum;
+            if (i < 7) next_sum = slab[(i + 1) * 128];
             float4 b4 = bias.get(p.bias, bias_row + j, t, i);
-            const float b[4] = {b4.x, b4.y, b4.z, b4.w};
+            float b[4] = {b4.x, b4.y, b4.z, b4.w};
+            if constexpr (!kHasMask) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) b[e] *= kLog2e;
+            }
             float y[kPair][4];
 #pragma unroll
             for (int x = 0; x < kPair; x++) {
                 float pr[4];
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
-                    float shift = e % 2 ? -row[x].y : -row[x].x;
-                    if constexpr (kHasMask) shift += e < 2 ? mask0[x] : mask1[x];
+                    float shift = b[e];
+                    if constexpr (kHasMask) shift = fmaf(b[e], bias_scale[x], e < 2 ? mask0[x] : mask1[x]);
                     // P <= 1: where scores are so large that the log-sum-exp is rounded by whole units, a weight must not overflow.
-                    pr[e] = exp2_approx(fminf(fmaf(s[x][i * 4 + e], scale[x], fmaf(b[e], bias_scale[x], shift)), 0.f));
-                    y[x][e] = pr[e] * (d[x][i * 4 + e] - (e % 2 ? row[x].w : row[x].z));
+                    pr[e] = exp2_approx(fminf(fmaf(s[x][i * 4 + e], scale[x], shift), 0.f));
+                    y[x][e] = pr[e] * d[x][i * 4 + e];
                     if constexpr (kHasMask) y[x][e] = empty[x] ? 0.f : y[x][e];  // a slice without keys is constant in q, k and bias
                 }
                 pt[x][2 * i] = pack_bf16(pr[0], pr[1]);
@@ -226,7 +179,6 @@ __device__ __forceinline__ void consume(const BackwardParams &p, const Unit &u, 
         }
         __syncwarp();
         warp_arrive(bar.slab((w + 1) % kBwdConsumers, j), lane);
-        warp_arrive(bar.rows_empty(w), lane);  // all that was read has been used
         // dS^T to shared memory, rows of 128 bytes: lanes 0-15 address the rows of an 8-column group, 16-31 those of the next.
         const uint32_t ds = from + L::kDs + (w * L::kDsStages + buffer.stage) * kPair * L::kDsBytes, ds_low = from + L::kDsLow + w * kPair * L::kDsBytes;
         barrier_wait(bar.dq_empty(w, buffer.stage), buffer.phase ^ 1);
@@ -243,7 +195,7 @@ __device__ __forceinline__ void consume(const BackwardParams &p, const Unit &u, 
                 }
             }
         }
-        asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+        shared_proxy_fence();
         warpgroup_sync(1 + w);
         const uint64_t k_base = smem_descriptor<D * 2>(from + L::kK + w * L::kPairBytes);
 #pragma unroll
@@ -274,7 +226,7 @@ __device__ __forceinline__ void consume(const BackwardParams &p, const Unit &u, 
 #pragma unroll
             for (int e = 0; e < D / 8; e++) tile[e * 128] = make_float4(dq[x][e * 4], dq[x][e * 4 + 1], dq[x][e * 4 + 2], dq[x][e * 4 + 3]);
         }
-        asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+        shared_proxy_fence();
         __syncwarp();
         warp_arrive(bar.dq_full(w, buffer.stage), lane);
         buffer.advance(L::kDsStages);
@@ -293,7 +245,10 @@ __device__ __forceinline__ void consume(const BackwardParams &p, const Unit &u, 
             }
         }
         // The next tile's scores; after the last one a harmless repeat of stale data.
-        if (m < pairs) barrier_wait(bar.ring_full(w, ring.stage), ring.phase);
+        if (m < pairs) {
+            barrier_wait(bar.ring_full(w, ring.stage), ring.phase);
+            barrier_wait(bar.rows_full(w), tile_phase);
+        }
         scores();
     } while (m < pairs);
     wgmma_wait<0>();

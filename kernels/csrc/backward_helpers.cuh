@@ -1,4 +1,5 @@
 // The helper warps of the tensor-core backward: one thread a consumer loads its tiles, another forwards its results to global memory.
+// Their loops are not unrolled: the addresses would not fit 40 registers.
 #pragma once
 #include "backward_protocol.cuh"
 
@@ -9,17 +10,18 @@ namespace turbopair {
 template <int D, bool kExact>
 __device__ __forceinline__ void load_tiles(const BackwardParams &p, const Unit &u, uint32_t base, const Barriers &bar, int w) {
     using L = BackwardLayout<D, kExact>;
-    constexpr int kSumBytes = kTile * D * 4;
     RingPosition ring;
     uint32_t pass = 1, rows_pass = 1;  // parity of the "empty" phase to wait for
-    const int64_t slice_rows = int64_t(p.heads) * p.q_tiles * (kTile / 2);
+    constexpr int kTileRows = kTile * kRowPieces;
+    const int64_t slice_rows = int64_t(p.heads) * p.q_tiles * kTileRows;
     const uint32_t k_dst = base + L::kK + w * L::kPairBytes, v_dst = base + L::kV + w * L::kPairBytes;
     const uint32_t ring_dst = base + L::kRing + w * kRingStages * L::kStageBytes, rows_dst = base + L::kRows + w * kPair * L::kRowBytes;
     for (int m = w; m < u.pairs(); m += kBwdConsumers, pass ^= 1) {
         const int slice = u.first_slice + kPair * m;
         const bool two = u.has_partner(m);
-        const float4 *rows = p.rows + (((int64_t(u.batch) * p.slices + slice) * p.heads + u.head) * p.q_tiles + u.first_q) * (kTile / 2);
-        for (int j = 0; j < u.q_count; j++, rows += kTile / 2, ring.advance(kRingStages), rows_pass ^= 1) {
+        const uint16_t *rows = p.rows + (((int64_t(u.batch) * p.slices + slice) * p.heads + u.head) * p.q_tiles + u.first_q) * kTileRows;
+#pragma unroll 1
+        for (int j = 0; j < u.q_count; j++, rows += kTileRows, ring.advance(kRingStages), rows_pass ^= 1) {
             barrier_wait(bar.ring_empty(w, ring.stage), ring.phase ^ 1);
             uint32_t full = bar.ring_full(w, ring.stage), dst = ring_dst + ring.stage * L::kStageBytes;
             barrier_expect(full, L::kStageBytes);
@@ -33,7 +35,7 @@ __device__ __forceinline__ void load_tiles(const BackwardParams &p, const Unit &
             barrier_wait(bar.rows_empty(w), rows_pass);
             barrier_expect(bar.rows_full(w), kPair * L::kRowBytes);
             bulk_load(rows_dst, rows, L::kRowBytes, bar.rows_full(w));
-            bulk_load(rows_dst + L::kRowBytes, two ? rows + slice_rows : p.zero_rows, L::kRowBytes, bar.rows_full(w));
+            bulk_load(rows_dst + L::kRowBytes, two ? rows + slice_rows : p.zeros, L::kRowBytes, bar.rows_full(w));
             if (j == 0) {
                 barrier_wait(bar.k_empty(w), pass);
                 barrier_expect(bar.k_full(w), L::kPairBytes);
@@ -42,15 +44,19 @@ __device__ __forceinline__ void load_tiles(const BackwardParams &p, const Unit &
         }
         if (u.q_range == 0) continue;
         wait_turn(p.dkv_turn + u.pair_index(p, m) * p.k_tiles + u.k_tile, u.q_range);
-        // The sums were written by ordinary stores of another CTA and are read by the copy engine.
+        // The sums were written by ordinary stores of another CTA and are read by the copy engine. In a stage: lower halves of dK, of dV, upper halves.
         asm volatile("fence.acq_rel.gpu;\nfence.proxy.async.global;\n" ::: "memory");
-        int64_t tile = u.slice_index(p, m) * p.k_tiles + u.k_tile;
+        int64_t tile = u.slice_in_batch(p, m) * p.k_tiles + u.k_tile;
+        const uint16_t *dk_low = p.dk_low + u.batch * p.dk_low_batch, *dv_low = p.dv_low + u.batch * p.dv_low_batch;
+#pragma unroll 1
         for (int x = 0; x < (two ? kPair : 1); x++, tile += int64_t(p.heads) * p.k_tiles, ring.advance(kRingStages)) {
             barrier_wait(bar.ring_empty(w, ring.stage), ring.phase ^ 1);
             uint32_t full = bar.ring_full(w, ring.stage), dst = ring_dst + ring.stage * L::kStageBytes;
-            barrier_expect(full, 2 * kSumBytes);
-            bulk_load(dst, p.dk + tile * (kTile * D), kSumBytes, full);
-            bulk_load(dst + kSumBytes, p.dv + tile * (kTile * D), kSumBytes, full);
+            barrier_expect(full, 4 * L::kTileBytes);
+            bulk_load(dst, dk_low + tile * (kTile * D), L::kTileBytes, full);
+            bulk_load(dst + L::kTileBytes, dv_low + tile * (kTile * D), L::kTileBytes, full);
+            tma_load(dst + 2 * L::kTileBytes, &p.dk_high, full, u.head, u.k_tile * kTile, slice + x, u.batch);
+            tma_load(dst + 3 * L::kTileBytes, &p.dv_high, full, u.head, u.k_tile * kTile, slice + x, u.batch);
         }
     }
 }
@@ -66,6 +72,7 @@ __device__ __forceinline__ void forward_results(const BackwardParams &p, const U
         float *dst = p.dq + (u.slice_index(p, m) * p.q_tiles + u.first_q) * (kTile * D);
         int *turn = p.dq_turn + u.pair_index(p, m) * p.q_tiles + u.first_q;
         const bool two = u.has_partner(m);
+#pragma unroll 1
         for (int j = 0; j < u.q_count; j++, dst += kTile * D, turn++, buffer.advance(L::kDsStages)) {
             uint32_t src = base + L::kDs + (w * L::kDsStages + buffer.stage) * kPair * L::kDsBytes;
             float *partner = dst + int64_t(p.heads) * p.q_tiles * (kTile * D);
@@ -79,9 +86,10 @@ __device__ __forceinline__ void forward_results(const BackwardParams &p, const U
                 bulk_add(dst, src, kBytes);
                 if (two) bulk_add(partner, src + L::kDsBytes, kBytes);
             }
-            asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;\n" ::: "memory");
+            bulk_commit();
+            bulk_wait_read();
             barrier_arrive(bar.dq_empty(w, buffer.stage));
-            asm volatile("cp.async.bulk.wait_group 0;\n" ::: "memory");
+            bulk_wait();
             pass_turn(turn, u.k_tile + 1);
         }
         if (u.q_range + 1 < p.q_ranges) {

@@ -5,21 +5,25 @@
 namespace turbopair {
 namespace {
 
-// Rows of the softmax correction: log-sum-exp in log2 units and delta = rowsum(dO * (O + R)), two queries a float4.
-// One thread holds eight channels of a query; neighbouring threads complete the row.
+// Rows of the softmax correction: minus half of log-sum-exp / scale and of delta = rowsum(dO * (O + R)), in bf16 pieces (backward_layout.cuh).
+// One thread holds eight channels of a query, neighbouring threads complete the row, and eight neighbouring queries of a head a core, so that a warp's
+// stores of two bytes fill the memory's sectors.
 template <int D>
 __global__ void rows_kernel(const bf16 *dout, int64_t stride_b, int64_t stride_i, int64_t stride_n, int64_t stride_h, const bf16 *out, const bf16 *residual,
-                            const float *lse, float *rows, int64_t total, int slices, int heads, int nq, int padded_q) {
+                            const float *lse, float lse_factor, uint16_t *rows, int64_t total, int slices, int heads, int nq, int padded_q) {
     constexpr int kPerRow = D / 8;
     int64_t x = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-    int part = int(x % kPerRow);
-    int64_t row = x / kPerRow;  // [batch, slices, padded nq, heads]: heads fastest, as the tensors lie in memory
-    int head = int(row % heads);
-    int64_t bin = row / heads;
-    int query = int(bin % padded_q);
-    int64_t bi = bin / padded_q;
-    float delta = 0.f;
-    bool valid = row < total && query < nq;
+    const int part = int(x % kPerRow);
+    x /= kPerRow;
+    const bool exists = x < total;
+    const int in_core = int(x % 8);
+    x /= 8;
+    const int head = int(x % heads);
+    x /= heads;
+    const int query = int(x % (padded_q / 8)) * 8 + in_core;
+    const int64_t bi = x / (padded_q / 8);
+    const bool valid = exists && query < nq;
+    float delta = 0.f, log_sum = 0.f;
     if (valid) {
         uint4 a = *reinterpret_cast<const uint4 *>(dout + bi / slices * stride_b + bi % slices * stride_i + query * stride_n + head * stride_h + part * 8);
         int64_t offset = ((bi * nq + query) * heads + head) * D + part * 8;
@@ -31,13 +35,20 @@ __global__ void rows_kernel(const bf16 *dout, int64_t stride_b, int64_t stride_i
             delta = fmaf(low_bf16(av[e]), low_bf16(ov[e]) + low_bf16(rv[e]), delta);
             delta = fmaf(high_bf16(av[e]), high_bf16(ov[e]) + high_bf16(rv[e]), delta);
         }
+        // Finite in any case, or it would reach the queries of the core before. A row that is not finite is so in delta too, which stays with its query.
+        log_sum = fminf(fmaxf(lse[(bi * heads + head) * nq + query] * lse_factor, -1e37f), 1e37f);
     }
 #pragma unroll
     for (int lane = 1; lane < kPerRow; lane *= 2) delta += __shfl_xor_sync(~0u, delta, lane);
-    if (row < total && part == 0) {
-        float *dst = rows + ((bi * heads + head) * padded_q + query / 2 * 2) * 2 + query % 2;
-        dst[0] = valid ? lse[(bi * heads + head) * nq + query] * kLog2e : 0.f;
-        dst[2] = delta;
+    if (!exists) return;
+    delta *= -0.5f;
+    uint16_t *dst = rows + ((bi * heads + head) * (padded_q / 8) + query / 8) * (kRowPieces * 8) + in_core;
+#pragma unroll
+    for (int piece = 0; piece < kRowPieces; piece++) {
+        float &rest = piece < kLsePieces ? log_sum : delta;
+        const bf16 value = __float2bfloat16_rn(rest);
+        rest -= __bfloat162float(value);
+        if (piece % kPerRow == part) dst[piece * 8] = __bfloat16_as_ushort(value);
     }
 }
 
@@ -102,13 +113,15 @@ __global__ void store_dbias_kernel(const float4 *dbias, Bias *out, int groups, i
 
 }  // namespace
 
-cudaError_t prepare_rows(const TriangleAttentionArgs &a, int q_tiles, float *rows, cudaStream_t stream) {
+cudaError_t prepare_rows(const TriangleAttentionArgs &a, int q_tiles, float scale_log2e, uint16_t *rows, cudaStream_t stream) {
     int padded_q = q_tiles * kTile;
     int64_t total = a.batch * a.slices * padded_q * a.heads;
+    // By the factor that the main kernel multiplies scores with, as it is rounded there.
+    float lse_factor = float(-0.5 * double(kLog2e) / double(scale_log2e));
     auto kernel = a.head_dim == 16 ? rows_kernel<16> : rows_kernel<32>;
     kernel<<<unsigned(ceil_div(total * (a.head_dim / 8), 256)), 256, 0, stream>>>(
         static_cast<const bf16 *>(a.dout), a.do_stride_b, a.do_stride_i, a.do_stride_n, a.do_stride_h, static_cast<const bf16 *>(a.out),
-        static_cast<const bf16 *>(a.residual), a.lse, rows, total, int(a.slices), int(a.heads), int(a.nq), padded_q);
+        static_cast<const bf16 *>(a.residual), a.lse, lse_factor, rows, total, int(a.slices), int(a.heads), int(a.nq), padded_q);
     return cudaGetLastError();
 }
 

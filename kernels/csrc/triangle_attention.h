@@ -16,7 +16,7 @@ struct TriangleAttentionArgs {
     int64_t mask_dtype;  // kNone, kBool (true = attend), kBf16 or kFp32 (additive)
     int64_t precision;   // TurboPairPrecision flags; ignored for fp32 inputs, which are computed in fp32 throughout
     int64_t sm_count;    // multiprocessors of the device, read once by the caller
-    double scale;
+    double scale;        // magnitudes below 1e-30 count as zero in the backward
     // Strides count elements. The last dimension of q, k, v, dout is contiguous.
     const void *q;
     int64_t q_stride_b, q_stride_i, q_stride_n, q_stride_h;
@@ -30,7 +30,8 @@ struct TriangleAttentionArgs {
     int64_t bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k;
     const void *mask;  // [batch, slices, nk] or null
     int64_t mask_stride_b, mask_stride_i, mask_stride_k;
-    // Contiguous: [batch, slices, nq, heads, head_dim] for out, residual, dq; nk for dk, dv.
+    // Contiguous: [batch, slices, nq, heads, head_dim] for out, residual, dq; nk for dk, dv. dq, dk and dv are scratch until the call's last kernel has ended:
+    // 16-byte aligned, apart from each other and from the inputs.
     void *out, *residual;  // residual: bf16(O_fp32 - out), may be null
     float *lse;            // [batch, slices, heads, nq], natural logarithm
     void *dq, *dk, *dv;

@@ -54,6 +54,11 @@ __device__ __forceinline__ uint64_t smem_descriptor(uint32_t address, uint32_t l
     constexpr uint64_t kAtomStride = 8 * kRowBytes / 16;
     return uint64_t((address & 0x3FFFF) >> 4) | (uint64_t(leading >> 4) << 16) | (kAtomStride << 32) | (kLayout << 62);
 }
+// The same without swizzle, MN-major: cores of eight rows (along K) of 16 bytes (eight columns), `core_stride` bytes apart. Both groups of eight rows along K
+// are the same place, so that a product of two such operands is twice that of eight rows.
+__device__ __forceinline__ uint64_t plain_descriptor(uint32_t address, uint32_t core_stride) {
+    return uint64_t((address & 0x3FFFF) >> 4) | (uint64_t(core_stride >> 4) << 32);
+}
 // The descriptor of a place `bytes` further on. Addresses stay below 2^18, so the addition never carries out of the low word.
 __device__ __forceinline__ uint64_t advance(uint64_t descriptor, uint32_t bytes) {
     return (descriptor & 0xffffffff00000000ull) | (uint32_t(descriptor) + (bytes >> 4));
@@ -78,6 +83,15 @@ __device__ __forceinline__ void mma_m64n64_ss(float (&d)[32], uint64_t a, uint64
         : TURBOPAIR_ACC8(d, 0), TURBOPAIR_ACC8(d, 8), TURBOPAIR_ACC8(d, 16), TURBOPAIR_ACC8(d, 24)
         : "l"(a), "l"(b), "r"(accumulate));
 }
+// D[64 x 32] (+)= A[64 x 16] B[32 x 16]^T, both K-major in shared memory.
+__device__ __forceinline__ void mma_m64n32_ss(float (&d)[16], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15},"
+        "%16,%17,p,1,1,0,0;\n}\n"
+        : TURBOPAIR_ACC8(d, 0), TURBOPAIR_ACC8(d, 8)
+        : "l"(a), "l"(b), "r"(accumulate));
+}
 // The same with A in registers.
 __device__ __forceinline__ void mma_m64n64_rs(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
@@ -87,6 +101,16 @@ __device__ __forceinline__ void mma_m64n64_rs(float (&d)[32], const uint32_t (&a
         "{%32,%33,%34,%35},%36,p,1,1,0;\n}\n"
         : TURBOPAIR_ACC8(d, 0), TURBOPAIR_ACC8(d, 8), TURBOPAIR_ACC8(d, 16), TURBOPAIR_ACC8(d, 24)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+// D[64 x 64] (+)= A[16 x 64]^T B[16 x 64], both MN-major in shared memory.
+__device__ __forceinline__ void mma_columns_ss(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},"
+        "%32,%33,p,1,1,1,1;\n}\n"
+        : TURBOPAIR_ACC8(d, 0), TURBOPAIR_ACC8(d, 8), TURBOPAIR_ACC8(d, 16), TURBOPAIR_ACC8(d, 24)
+        : "l"(a), "l"(b), "r"(accumulate));
 }
 // D[64 x 32] (+)= A[64 x 16] B[16 x 32], A in registers, B MN-major (rows along K) in shared memory.
 __device__ __forceinline__ void mma_rows_rs(float (&d)[16], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b, int accumulate) {

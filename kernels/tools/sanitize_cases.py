@@ -29,6 +29,7 @@ ESSENTIAL = [
     Case(65, 130, 5, 16, "exact", mask="bool"),
     Case(449, 70, 3, 32, "exact", heads=1, mask="additive", bias_dtype=FP32),
     Case(449, 70, 5, 32, "paper", heads=1),
+    Case(449, 460, 3, 32, "paper", heads=1, mask="bool"),  # the key tiles reach over the queries
     Case(577, 66, 3, 16, "paper", heads=1),
     # The general path: fp32, or bf16 with more than 32 channels.
     Case(70, 65, 2, 48, "paper", mask="bool"),

@@ -149,16 +149,43 @@ def test_large_bias_and_forbidden_pairs(hopper: torch.device, dim: int, dtype: t
         assert error <= 0.02 * size, f"{name}: RMSE {error:.3e} of {size:.3e}"
 
 
-@pytest.mark.parametrize("dim,dtype", [(32, BF16), (32, FP32)])
-def test_scale_zero_and_negative(hopper: torch.device, dim: int, dtype: torch.dtype) -> None:
-    data = checks.inputs(Case(n=100, slices=4, dim=dim, dtype=dtype), hopper)
-    for scale in (0.0, -0.3):
+@pytest.mark.parametrize("dim,dtype", [(16, BF16), (32, BF16), (32, FP32)])
+@pytest.mark.parametrize("n,mask", [(100, "none"), (500, "dead")])
+def test_scale_zero_tiny_and_negative(hopper: torch.device, n: int, mask: str, dim: int, dtype: torch.dtype) -> None:
+    """The backward divides the log-sum-exp by the scale, but for a scale of zero; 500 queries are several ranges."""
+    data = checks.inputs(Case(n=n, slices=4, dim=dim, dtype=dtype, mask=mask), hopper)
+    for scale in (0.0, 1e-12, -0.3):
         result, gold = checks.operator(data, scale=scale), numerics.gold(data, scale)
         for name in numerics.TENSORS:
             error, size = numerics.rmse(result[name], gold[name]), gold[name].square().mean().sqrt().item()
             assert error <= 0.02 * size, f"{name} at scale {scale}: RMSE {error:.3e} of {size:.3e}"
     zero = checks.operator(data, scale=0.0)
     assert not zero["dq"].any() and not zero["dk"].any()
+
+
+@pytest.mark.parametrize("precision", ["paper", "exact"])
+@pytest.mark.parametrize("dim", [16, 32])
+@pytest.mark.parametrize("tensor", ["q", "dout"])
+@pytest.mark.parametrize("row", [0, 8, 63, 64, 139])
+def test_a_row_that_is_not_a_number_stays_one_row(hopper: torch.device, row: int, tensor: str, dim: int, precision: str) -> None:
+    """NaN in one query is NaN in what depends on it, and changes no bit of anything else: no neighbour in a tile, no other slice."""
+    data = checks.inputs(Case(n=140, slices=4, dim=dim, bias_dtype=FP32), hopper)
+    right = checks.operator(data, precision=precision)
+    broken = {**data, tensor: data[tensor].clone()}
+    broken[tensor][0, 1, row, 0] = torch.nan
+    result = checks.operator(broken, precision=precision)
+    assert result["dq"][0, 1, row, 0].isnan().all() and result["dk"][0, 1, :, 0].isnan().all()
+    assert result["dbias"][0, 0, 0, row].isnan().all()
+    same = torch.ones(right["dq"].shape[:-1], dtype=torch.bool, device=hopper)
+    same[0, 1, row, 0] = False
+    for name in ("out", "dq"):
+        assert torch.equal(result[name][same], right[name][same]), f"{name} of another row or slice"
+    same[0, 1, :, 0] = False
+    for name in ("dk", "dv"):
+        assert torch.equal(result[name][same], right[name][same]), f"{name} of another slice or head"
+    other = torch.arange(140, device=hopper) != row
+    assert torch.equal(result["dbias"][0, 0, 0, other], right["dbias"][0, 0, 0, other])
+    assert torch.equal(result["dbias"][0, 0, 1], right["dbias"][0, 0, 1])
 
 
 def pairformer_attention(x: Tensor, weights: dict[str, Tensor], mask: Tensor, attention: numerics.Attention) -> Tensor:

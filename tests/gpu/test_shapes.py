@@ -82,6 +82,14 @@ def test_rectangles(hopper: torch.device, slices: int, queries: int, keys: int, 
     checks.assert_accurate(Case(n=queries, keys=keys, slices=slices, dim=dim, mask="bool" if keys > 2 else "none"), hopper)
 
 
+@pytest.mark.parametrize("queries,keys", [(448, 448), (448, 449), (448, 512), (500, 500), (500, 448), (900, 130), (577, 577), (770, 800)])
+@pytest.mark.parametrize("dim", [16, 32])
+@pytest.mark.parametrize("precision", ["paper", "exact"])
+def test_query_ranges_hand_on_dk_and_dv(hopper: torch.device, precision: str, dim: int, queries: int, keys: int) -> None:
+    """Two to four ranges of queries; while they work, halves of dv's sums lie in dq where that has room for whole key tiles, else not."""
+    checks.assert_accurate(Case(n=queries, keys=keys, slices=5, batch=(2,), dim=dim, mask="bool"), hopper, precision=precision)
+
+
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("dim", [8, 16, 24, 32, 40, 48, 64])
 def test_heads_and_head_dimensions(hopper: torch.device, heads: int, dim: int) -> None:

@@ -3,13 +3,15 @@
 It lets the operator, and every experiment on it, run without a GPU, and it says what accuracy the kernels should reach. Its bits
 are its own (a matrix product adds in another order than a tensor core); what it shares with the kernels is what decides the error:
 
-* scores, exponentials and sums in fp32; keys in tiles of 64. A row has no reference (P = exp(score)) until a tile's sum leaves
-  2**-40 (first tile only) .. 2**60; then it takes the largest score so far (with ``split_p`` from the first tile on). The kernels
-  decide for the 16 rows of a warp together, which moves rounding errors but not their size;
-* P of a tile rounded to bf16 before P v (``split_p``: the sum of two bf16); out is normalised by the sum of the rounded P, lse by
+* scores, exponentials and sums in fp32; keys in steps of 32 (D up to 16 without ``split_p``) or 64. A row has no reference
+  (P = exp(score)) until a step's sum leaves 2**-40 (first step only) .. 2**60; then it takes the largest score so far (with ``split_p``
+  from the first step on). The kernels decide for the 16 rows of a warp together, which moves rounding errors but not their size;
+* P of a step rounded to bf16 before P v (``split_p``: the sum of two bf16); out is normalised by the sum of the rounded P, lse by
   that of the exact one;
 * out rounded to bf16; ``residual``: also bf16(O_fp32 - out), so that Delta = rowsum(dout * (out + residual)) sees O_fp32;
-* backward: P from lse in fp32, rounded to bf16 for dv; dS rounded to bf16 for dq and dk (``split_ds``: the sum of two bf16);
+* backward: lse / scale, as the sum of three bf16, is taken from the scores before they are multiplied by the scale, and Delta, as the
+  sum of two, from dO v; P in fp32, at most one, rounded to bf16 for dv; dS rounded to bf16 for dq and dk (``split_ds``: the sum of
+  two bf16);
 * dbias: fp32 sum of the unrounded dS over slices, in slice order (the kernels add slices in pairs: the same up to fp32 rounding).
 
 Layout and mask conventions are those of :mod:`turbopair.triangle_attention.reference`.
@@ -24,8 +26,9 @@ from turbopair.triangle_attention.contract import PRECISIONS
 from turbopair.triangle_attention.reference import chunks, heads_first, mask_terms
 
 TILE = 64
-LARGEST_SUM, SMALLEST_SUM = 2.0**60, 2.0**-40  # as kernels/csrc/triangle_attention_forward.cu
+LARGEST_SUM, SMALLEST_SUM = 2.0**60, 2.0**-40  # as kernels/csrc/forward_rows.cuh
 FLOOR = -1e28
+LEAST_SCALE = 1e-30  # a smaller one counts as zero in the backward, as kernels/csrc/triangle_attention_backward.cu
 _F32 = torch.float32
 
 
@@ -73,18 +76,22 @@ def backward(
     dbias = torch.zeros(bias.shape, dtype=_F32, device=q.device)
     for b, part in chunks(q, k, _F32.itemsize):
         qs, ks, vs, do = (heads_first(tensor[b, part], _F32) for tensor in (q, k, v, dout))
-        scores = (qs @ ks.mT).mul_(scale).add_(bias[b].to(_F32))
+        # Without a scale the scores are those of q = 0, at any scale.
+        has_scale = abs(scale) >= LEAST_SCALE
+        shift = _pieces(lse[b, part].unsqueeze(-1) / (scale if has_scale else 1.0), 3)
+        scores = (qs @ ks.mT).sub_(shift).mul_(scale) if has_scale else -shift
+        scores = scores + bias[b].to(_F32)
         dead = None
         if mask is not None:
             excluded, additive, dead = mask_terms(mask[b, part], _F32)
             if additive is not None:
                 scores.add_(additive[:, None, None, :])
             scores.masked_fill_(excluded[:, None, None, :], -torch.inf)
-        p = scores.sub_(lse[b, part].unsqueeze(-1)).exp_()
+        p = scores.clamp_max_(0.0).exp_()
         kept = heads_first(out[b, part], _F32)
         if flags.residual:
             kept = kept + heads_first(residual[b, part], _F32)
-        delta = (do * kept).sum(-1, keepdim=True)
+        delta = _pieces((do * kept).sum(-1, keepdim=True), 2)
         # p is exactly zero in dead slices, and dS with it.
         ds = (do @ vs.mT).sub_(delta).mul_(p)
 
@@ -102,13 +109,13 @@ def backward(
 
 
 def _softmax_v(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float, split_p: bool) -> tuple[Tensor, Tensor]:
-    """O in fp32 ``[I, H, Nq, D]`` and lse ``[I, H, Nq]`` by one pass over key tiles; fp32 inputs ``[I, H, N, D]``."""
-    keys = k.shape[-2]
+    """O in fp32 ``[I, H, Nq, D]`` and lse ``[I, H, Nq]`` by one pass over the keys; fp32 inputs ``[I, H, N, D]``."""
+    keys, step = k.shape[-2], 32 if q.shape[-1] <= 16 and not split_p else TILE
     reference = q.new_zeros((*q.shape[:-1], 1))
     total, weight, accumulator = torch.zeros_like(reference), torch.zeros_like(reference), torch.zeros_like(q)
     excluded, additive, dead = (None, None, None) if mask is None else mask_terms(mask, _F32)
-    for start in range(0, keys, TILE):
-        tile = slice(start, start + TILE)
+    for start in range(0, keys, step):
+        tile = slice(start, start + step)
         scores = (q @ k[..., tile, :].mT).mul_(scale).add_(bias[..., tile])
         if additive is not None:
             scores.add_(additive[:, None, None, tile])
@@ -116,8 +123,8 @@ def _softmax_v(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | Non
             scores.masked_fill_(excluded[:, None, None, tile], -torch.inf)
         first = start == 0
         p = (scores - reference).exp()
-        tile_sum = p.sum(-1, keepdim=True)
-        inside = (tile_sum < LARGEST_SUM) & (tile_sum > (SMALLEST_SUM if first else -1.0))
+        step_sum = p.sum(-1, keepdim=True)
+        inside = (step_sum < LARGEST_SUM) & (step_sum > (SMALLEST_SUM if first else -1.0))
         if (first and split_p) or not inside.all():
             top = scores.amax(-1, keepdim=True)
             # A row without an allowed key so far keeps a reference far below every score.
@@ -128,8 +135,8 @@ def _softmax_v(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | Non
                 total, weight, accumulator = total * rescale, weight * rescale, accumulator * rescale
             reference = raised
             p = scores.sub_(reference).exp_()
-            tile_sum = p.sum(-1, keepdim=True)
-        total = total + tile_sum
+            step_sum = p.sum(-1, keepdim=True)
+        total = total + step_sum
         high = _round(p)
         rounded = high + _round(p - high) if split_p else high
         weight = weight + rounded.sum(-1, keepdim=True)
@@ -146,6 +153,15 @@ def _tiled_product(a: Tensor, b: Tensor) -> Tensor:
     for start in range(TILE, a.shape[-1], TILE):
         result += a[..., start : start + TILE] @ b[..., start : start + TILE, :]
     return result
+
+
+def _pieces(tensor: Tensor, count: int) -> Tensor:
+    """The sum of ``count`` bf16 numbers next to fp32 ``tensor``, each the rounding of what the ones before leave."""
+    total, rest = torch.zeros_like(tensor), tensor
+    for _ in range(count):
+        piece = _round(rest)
+        total, rest = total + piece, rest - piece
+    return total
 
 
 def _round(tensor: Tensor) -> Tensor:

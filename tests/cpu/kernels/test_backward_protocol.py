@@ -10,7 +10,7 @@ import random
 
 import pytest
 
-CONSUMERS, PAIR, RING_STAGES = 2, 2, 2  # as in backward_plan.cuh
+CONSUMERS, PAIR, RING_STAGES = 2, 2, 2  # as in backward_groups.cuh and backward_layout.cuh
 RELEASED = "released"
 
 
@@ -57,7 +57,7 @@ class Buffer:
 class Cta:
     def __init__(self, key_tile, q_range, group, shape):
         self.key_tile, self.q_range, self.group = key_tile, q_range, group
-        self.slices, self.q_count, self.q_ranges = shape["slices"], shape["q_count"], shape["q_ranges"]
+        self.slices, self.q_count, self.q_ranges = shape["slices"][group], shape["q_count"], shape["q_ranges"]
         self.pairs, self.ds_stages = (self.slices + 1) // PAIR, shape["ds_stages"]
         self.k = [Buffer() for _ in range(CONSUMERS)]
         self.v = [Buffer() for _ in range(CONSUMERS)]
@@ -109,22 +109,22 @@ class Cta:
                 yield lambda: self.v[w].full.wait(r)
             stage, n = self.ring[w][use % RING_STAGES], use // RING_STAGES
             yield lambda: stage.full.wait(n)
+            yield lambda t=tile: self.rows[w].full.wait(t)
 
         for r, m in self.rounds(w):
             for j in range(self.q_count):
-                yield from ready(r, m, j)  # then the scores of this tile are issued, which read Q, dO, K and V
-                yield lambda tile=tile: self.rows[w].full.wait(tile)
+                yield from ready(r, m, j)  # then the scores of this tile are issued, which read Q, dO, K, V and rows
                 if m > 0:
                     yield lambda m=m, j=j: self.slab[w][j].wait((m - 1) // CONSUMERS)
                 stage = self.ring[w][use % RING_STAGES]
                 stage.read((m, j))
                 self.k[w].read(m)
                 self.v[w].read(m)
+                self.rows[w].release((m, j))
                 if j == self.q_count - 1:
                     self.v[w].release(m)
                 self.slab_order[j].append(m)
                 self.slab[(w + 1) % CONSUMERS][j].arrive()
-                self.rows[w].release((m, j))
                 yield from self.store_ds(w, m, j, tile)
                 stage.release((m, j))  # the products are complete
                 if j == self.q_count - 1:
@@ -166,7 +166,9 @@ class Cta:
 
 
 def simulate(slices, q_count, key_tiles, q_ranges, groups, processors, seed, ds_stages=1):
+    """Run all CTAs of a launch; ``slices``: of every group, or a list of each group's."""
     rng = random.Random(seed)
+    slices = [slices] * groups if isinstance(slices, int) else slices
     shape = {"slices": slices, "q_count": q_count, "q_ranges": q_ranges, "ds_stages": ds_stages}
     ctas = [Cta(k, r, g, shape) for g in range(groups) for r in range(q_ranges) for k in range(key_tiles)]  # ticket order
     dq_turn, dkv_turn, dq_order = {}, {}, {}
@@ -205,7 +207,7 @@ def simulate(slices, q_count, key_tiles, q_ranges, groups, processors, seed, ds_
     for cta in ctas:
         assert all(order == list(range(cta.pairs)) for order in cta.slab_order), "dBias summed out of order"
     assert all(order == list(range(key_tiles)) for order in dq_order.values()), "dQ summed out of order"
-    assert len(dq_order) == groups * ((slices + 1) // PAIR) * q_ranges * q_count
+    assert len(dq_order) == sum((of_group + 1) // PAIR for of_group in slices) * q_ranges * q_count
 
 
 @pytest.mark.parametrize("q_count", [1, 2, 6])
@@ -223,6 +225,13 @@ def test_one_processor_after_the_other(slices, q_count):
 def test_any_interleaving_ends_in_order(slices, processors):
     for seed in range(6):
         simulate(slices, q_count=3, key_tiles=3, q_ranges=3, groups=2, processors=processors, seed=seed, ds_stages=1 + seed % 2)
+
+
+@pytest.mark.parametrize("processors", [1, 3, 64])
+def test_groups_of_different_sizes(processors):
+    """The last groups are short, may be odd, and may be empty (`split_groups`)."""
+    for seed in range(6):
+        simulate([16, 4, 0, 3], q_count=3, key_tiles=2, q_ranges=2, groups=4, processors=processors, seed=seed, ds_stages=1 + seed % 2)
 
 
 def test_the_model_sees_a_reversed_dependency():
@@ -246,6 +255,19 @@ def test_the_model_sees_a_missing_wait(monkeypatch):
     with pytest.raises(AssertionError, match="still needed"):
         for seed in range(20):
             simulate(9, q_count=2, key_tiles=2, q_ranges=1, groups=1, processors=2, seed=seed)
+
+
+def test_the_model_sees_rows_freed_before_they_are_read(monkeypatch):
+    """Log-sum-exp and delta are operands of the scores: a loader that does not wait for these overwrites them."""
+
+    def early(self, w, dkv_turn, original=Cta.loader):
+        self.rows[w].empty.wait = lambda phase: True
+        yield from original(self, w, dkv_turn)
+
+    monkeypatch.setattr(Cta, "loader", early)
+    with pytest.raises(AssertionError, match="still needed"):
+        for seed in range(20):
+            simulate(9, q_count=3, key_tiles=1, q_ranges=1, groups=1, processors=1, seed=seed)
 
 
 def test_the_model_sees_ranges_that_are_too_short():

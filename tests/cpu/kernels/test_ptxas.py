@@ -1,10 +1,6 @@
 """The kernels compile with the real nvcc, without register spills above a bound and without serialised wgmma."""
 
-import os
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 CSRC = ROOT / "kernels/csrc"
-MOST_SPILLED_BYTES = 112
+MOST_SPILLED_BYTES = 56
 """Bytes of spill stores a backward kernel may have: values kept over a whole loop, never accumulators. Every other kernel has none."""
 BACKWARD = "triangle_attention_backward"
 
@@ -52,24 +48,10 @@ ptxas info    : Compiling entry function '_Z6secondv' for 'sm_90a'
 
 
 @pytest.fixture(scope="module")
-def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """ptxas output of every source, from a build by CMake into a temporary folder."""
-    path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
-    missing = [program for program in ("nvcc", "cmake", "ninja") if shutil.which(program, path=path) is None]
-    if missing:
-        pytest.skip(f"not installed: {', '.join(missing)}")
-    sources = sorted(CSRC.glob("*.cu"))
-    if not sources:
-        pytest.skip("no CUDA sources in this tree")
-    build = tmp_path_factory.mktemp("build")
-    for command in (
-        ["cmake", "-S", str(ROOT / "kernels"), "-B", str(build), "-G", "Ninja", "-DTURBOPAIR_REQUIRE_CUDA=ON"],
-        ["cmake", "--build", str(build)],
-    ):
-        done = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert (build / "libturbopair.so").stat().st_size > 10_000
-    return {source.stem: (build / f"{source.stem}.ptxas.log").read_text() for source in sources}
+def logs(built_kernels: Path) -> dict[str, str]:
+    """ptxas output of every source."""
+    assert (built_kernels / "libturbopair.so").stat().st_size > 10_000
+    return {source.stem: (built_kernels / f"{source.stem}.ptxas.log").read_text() for source in sorted(CSRC.glob("*.cu"))}
 
 
 @pytest.mark.slow
