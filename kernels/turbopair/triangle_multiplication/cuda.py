@@ -17,36 +17,46 @@ from torch import Tensor
 from .contract import X_DTYPE, pitch
 from .launch_kernels import LIMIT, Kernel, current_stream
 
-_ALIGNMENT = 8  # elements of bf16: 16 bytes, what the vector loads need of base addresses and strides
+_ALIGNMENT = 8  # elements of bf16: 16 bytes, what bulk copies need of base addresses and strides
+_FAR = 2**39  # elements of bf16: strides of bulk copies are below 2^40 bytes
 
 
-class Launch(NamedTuple):
-    """How a kernel is launched: columns a tile, warps (of a stream), streams a CTA, CTAs a multiprocessor (grids are persistent)."""
+_BLOCK = 64  # columns a tile
 
-    block: int
-    warps: int
-    streams: int
-    residents: int
-    registers: int | None = None  # at most so many a thread, where the compiler would take more than `residents` allow
-
-    @property
-    def options(self) -> dict[str, int | None]:
-        return {"num_warps": self.warps, "maxnreg": self.registers}
-
-
-INPUT_FORWARD = Launch(64, 8, 2, 1)
-OUTPUT_FORWARD = Launch(64, 4, 1, 2)
-OUTPUT_BACKWARD = Launch(64, 4, 2, 1)
-INPUT_BACKWARD = Launch(64, 4, 2, 1)
-WEIGHT_GRADIENTS = Launch(64, 8, 1, 1)
+# Streams a CTA: groups of four warps that work on different tiles. One CTA a multiprocessor, grids are persistent.
+INPUT_FORWARD = 3
+OUTPUT_FORWARD = 3
+OUTPUT_BACKWARD = 2
+INPUT_BACKWARD = 2
+_STREAM = {"num_warps": 4}
+_SUMMING = {"num_warps": 8}
 _STAGES = 4
 _SLAB = 32
+
+
+class _Tiles:
+    """Descriptions of tensors for bulk copies of boxes of them, with all that Triton asks for and without its checks (microseconds each)."""
+
+    def __init__(self) -> None:
+        from triton.experimental.gluon.language import NVMMASharedLayout
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        self._type = TensorDescriptor
+        self._layouts = {rank: NVMMASharedLayout(128, 16, rank=rank) for rank in (3, 4)}
+
+    def __call__(self, tensor: Tensor, *box: int) -> Any:
+        described = self._type.__new__(self._type)
+        described.base, described.shape, described.strides = tensor, list(tensor.shape), list(tensor.stride())
+        described.block_shape, described.layout = list(box), self._layouts[len(box)]
+        described.padding, described.round_f32_to_tf32 = "zero", False
+        return described
 
 
 @lru_cache(maxsize=1)
 def _missing() -> str | None:
     try:
-        from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma  # noqa: F401
+        from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma  # noqa: F401
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: F401
     except ImportError as error:
         return (
             f"triangle multiplication's kernels need Gluon of Triton 3.6 or 3.7, which cannot be imported ({error}):"
@@ -74,15 +84,9 @@ def _sm_count(device_index: int) -> int:
 def _ready(x: Tensor) -> Tensor:
     """`x` itself when the kernels can read it in place, else a contiguous copy."""
     b, i, j, c = x.stride()
-    # Strides are passed in units of 8 elements as 32-bit integers, as are offsets within a tile of at most 128 columns.
-    if c != 1 or (b | i | j) % _ALIGNMENT or x.data_ptr() % 16 or max(b, i) > _ALIGNMENT * LIMIT or 128 * j > LIMIT:
+    if c != 1 or (b | i | j) % _ALIGNMENT or x.data_ptr() % 16 or not 0 < min(b, i, j) or max(b, i, j) >= _FAR:
         return x.clone(memory_format=torch.contiguous_format)
     return x
-
-
-def _place(x: Tensor) -> tuple[int, int, int]:
-    b, i, j, _ = x.stride()
-    return b // _ALIGNMENT, i // _ALIGNMENT, j // _ALIGNMENT
 
 
 class _Kernels:
@@ -91,6 +95,7 @@ class _Kernels:
     def __init__(self) -> None:
         from . import gradient_kernels, input_kernels, output_kernels, weight_kernels
 
+        self.tiles = _Tiles()
         self.pack_weights = Kernel(weight_kernels.pack_weights)
         self.input_forward = Kernel(input_kernels.input_forward)
         self.output_forward = Kernel(output_kernels.output_forward)
@@ -118,10 +123,10 @@ class _Call:
         self.batch, self.n, _, channels = z.shape
         self.pitch = pitch(self.n)
         padded = 64 if channels <= 64 else 128
+        self.padded = padded
         self.channels = {"C": channels, "CP": padded}
         self.mask = z if mask is None else mask
         self.mask_place = (0, 0, 0) if mask is None else mask.stride()
-        self.place = _place(z)
         large = max(self.batch * self.n * self.n, *self.mask_place) > LIMIT
         self.key = None if large else (index, channels, None if mask is None else mask.dtype)
         self.masked = mask is not None
@@ -138,21 +143,33 @@ class _Call:
         if self.pitch != self.n:
             tensor[..., self.n :].zero_()
 
-    def tiles(self, launch: Launch) -> tuple[int, int, int, int]:
-        """Tiles, tiles a row, N, and the pitch in units of 8."""
-        per_row = -(-self.n // launch.block)
-        return self.batch * self.n * per_row, per_row, self.n, self.pitch // 8
+    def pairs(self, tensor: Tensor, channels: int | None = None, block: int = _BLOCK) -> Any:
+        """Tiles of a tensor [B, N, N, C] of any strides."""
+        return self.kernels.tiles(tensor, 1, 1, block, channels or self.padded)
 
-    def run(self, kernel: Kernel, launch: Launch, arguments: tuple[Any, ...], sizes: tuple[int, ...], *, masked: bool = False) -> None:
+    def rows(self, tensor: Tensor, channels: int | None = None, block: int = _BLOCK) -> Any:
+        """Tiles of a contiguous tensor [B, N, N, C]."""
+        return self.kernels.tiles(tensor.view(-1, self.n, tensor.shape[-1]), 1, block, channels or self.padded)
+
+    def planes(self, tensor: Tensor, channels: int | None = None, block: int = _BLOCK) -> Any:
+        """Tiles of a contiguous tensor [B, N, C, P]."""
+        return self.kernels.tiles(tensor.view(-1, *tensor.shape[2:]), 1, channels or self.padded, block)
+
+    def sizes(self) -> tuple[int, int, int]:
+        """Tiles, tiles a row, N."""
+        per_row = -(-self.n // _BLOCK)
+        return self.batch * self.n * per_row, per_row, self.n
+
+    def run(self, kernel: Kernel, streams: int, arguments: tuple[Any, ...], *, masked: bool = False) -> None:
         """Launch a kernel over all tiles."""
-        tiles = self.tiles(launch)
-        ctas = min(self.sms * launch.residents, -(-tiles[0] // launch.streams))
-        constants = {**self.channels, "BM": launch.block, "WARPS": launch.warps}
+        sizes = self.sizes()
+        constants = dict(self.channels)
         if masked:
+            sizes += self.mask_place
             constants["HAS_MASK"] = self.masked
-        if launch.streams > 1:
-            constants["STREAMS"] = launch.streams
-        kernel(self.key, (ctas, 1, 1), (*arguments, *tiles, *self.place, *sizes), constants, launch.options, self.stream)
+        constants["STREAMS"] = streams
+        ctas = min(self.sms, -(-sizes[0] // streams))
+        kernel(self.key, (ctas, 1, 1), (*arguments, *sizes), constants, _STREAM, self.stream)
 
 
 def _matrices(tensor: Tensor) -> Tensor:
@@ -181,15 +198,16 @@ def forward(
     x = torch.empty(shape, dtype=X_DTYPE, device=device)
     out = torch.empty(z.shape, dtype=torch.bfloat16, device=device)
 
-    arguments = (z, call.mask, call.packed, call.vectors, a, b, float(eps))
-    call.run(call.kernels.input_forward, INPUT_FORWARD, arguments, call.mask_place, masked=True)
+    arguments = (call.pairs(z), call.planes(a, 64), call.planes(b, 64), call.mask, call.packed, call.vectors, float(eps))
+    call.run(call.kernels.input_forward, INPUT_FORWARD, arguments, masked=True)
     am, bm, xm = _matrices(a), _matrices(b), _matrices(x)
     if outgoing:
         _product(xm[..., :n], am, bm.mT)
         call.clear_padding(x)
     else:
         _product(xm, am[..., :n].mT, bm)
-    call.run(call.kernels.output_forward, OUTPUT_FORWARD, (z, x, call.packed, call.vectors, out, float(eps)), ())
+    arguments = (call.pairs(z), call.planes(x), call.rows(out, 64), call.packed, call.vectors, float(eps))
+    call.run(call.kernels.output_forward, OUTPUT_FORWARD, arguments)
     if not save:
         return out, z.new_empty(0), z.new_empty(0), torch.empty(0, dtype=X_DTYPE, device=device)
     shown = (call.batch, channels, n, call.pitch)
@@ -222,8 +240,9 @@ def backward(
     dy, d_gate, dz = (torch.empty(z.shape, dtype=torch.bfloat16, device=device) for _ in range(3))
     statistics = torch.empty(4 * call.batch * n * n, dtype=torch.float32, device=device)
 
-    arguments: tuple[Any, ...] = (dout, z, x, call.packed, call.vectors, statistics, dx, dy, d_gate, float(eps))
-    call.run(kernels.output_backward, OUTPUT_BACKWARD, arguments, _place(dout))
+    arguments: tuple[Any, ...] = (call.pairs(dout), call.pairs(z), call.planes(x), call.planes(dx, 64), call.rows(dy, 64))
+    arguments += (call.rows(d_gate, 64), call.packed, call.vectors, statistics, float(eps))
+    call.run(kernels.output_backward, OUTPUT_BACKWARD, arguments)
     am, bm, dxm, dam, dbm = (_matrices(tensor) for tensor in (a, b, dx, da, db))
     if outgoing:
         _product(dam, dxm[..., :n], bm)
@@ -233,8 +252,8 @@ def backward(
         call.clear_padding(da)
         _product(dbm, am[..., :n], dxm)
     pre = (da, dx, db, spare)  # d_p takes the place of its operand's gradient, one d_g that of dx
-    arguments = (z, call.mask, statistics, call.packed, call.vectors, da, db, d_gate, *pre, dz)
-    call.run(kernels.input_backward, INPUT_BACKWARD, arguments, call.mask_place, masked=True)
+    arguments = (call.pairs(z), call.pairs(d_gate), *(call.planes(tensor, 32) for tensor in (da, db, *pre)), call.rows(dz, 64))
+    call.run(kernels.input_backward, INPUT_BACKWARD, (*arguments, call.mask, statistics, call.packed, call.vectors), masked=True)
     return dz, _weight_gradients(call, z, x, statistics, pre, d_gate, dy, weights)
 
 
@@ -255,15 +274,16 @@ def _weight_gradients(
     weights: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
     """The ten weight gradients: sums of a fixed set of tiles a CTA, added in a fixed order."""
-    kernels, launch, channels = call.kernels, WEIGHT_GRADIENTS, z.shape[-1]
-    tiles = call.tiles(launch)
+    kernels, channels = call.kernels, z.shape[-1]
+    tiles = call.sizes()
     wide, narrow = (min(ctas, tiles[0]) for ctas in _shares(call.sms))
     slots, matrix = 4 * wide + 2 * narrow, channels * channels
     counts = (slots * matrix, slots * channels, 12 * matrix)
     matrices, sums, norm_partials = torch.empty(sum(counts), dtype=torch.float32, device=call.device).split(counts)
-    arguments = (z, x, statistics, *pre, d_gate, dy, matrices, sums, *tiles, *call.place, wide, narrow)
-    constants = {**call.channels, "BM": launch.block, "WARPS": launch.warps, "STAGES": _STAGES}
-    kernels.weight_gradients(call.key, (2 * (wide + narrow), 1, 1), arguments, constants, launch.options, call.stream)
+    arguments: tuple[Any, ...] = (call.pairs(z), *map(call.planes, pre), call.pairs(z, block=128), call.planes(x, block=128))
+    arguments += (call.rows(d_gate, block=128), call.rows(dy, block=128), statistics, matrices, sums, *tiles, wide, narrow)
+    constants = {**call.channels, "STAGES": _STAGES}
+    kernels.weight_gradients(call.key, (2 * (wide + narrow), 1, 1), arguments, constants, _SUMMING, call.stream)
 
     gradients = tuple(torch.empty(weight.shape, dtype=weight.dtype, device=call.device) for weight in weights)
     niw, nib, a_p, a_g, b_p, b_g, now, nob, projection, gate = gradients
