@@ -106,11 +106,11 @@ def _forward_stream(
             if HAS_MASK:
                 value = value * keep[:, None]
             value = value.to(gl.bfloat16)
-            if part + 1 < 2 * PARTS:  # under way while this part leaves
-                p, g = _projections(left, w, at, part + 1, PARTS, 64)
-            leaving = staging.index(part % 2)
+            leaving = staging.index(at + part % 2)
             tma.store_wait(1)  # what left from here before
             leaving.reshape([64, BM]).permute((1, 0)).store(value)
+            if part + 1 < 2 * PARTS:  # under way while this part leaves
+                p, g = _projections(left, w, at, part + 1, PARTS, 64)
             fence_async_shared()
             if part < PARTS:
                 tma.async_copy_shared_to_global(a, [batch * n + row, part * 64, first], leaving)

@@ -182,10 +182,13 @@ def fetch_two(first_tensor, first_place, first_buffer, second_tensor, second_pla
 def halves(x, CP: gl.constexpr):
     """[64, CP] accumulators as tensors of 64 channels: registers only."""
     LAYOUT: gl.constexpr = sums_layout(64)
-    if CP == 64:
-        return gl.convert_layout(x, LAYOUT, assert_trivial=True), gl.convert_layout(x, LAYOUT, assert_trivial=True)
-    low, high = gl.split(x.reshape([BM, 2, 64]).permute((0, 2, 1)))
-    return gl.convert_layout(low, LAYOUT, assert_trivial=True), gl.convert_layout(high, LAYOUT, assert_trivial=True)
+    low = x
+    high = x
+    if CP == 128:
+        low, high = gl.split(x.reshape([BM, 2, 64]).permute((0, 2, 1)))
+        low = gl.convert_layout(low, LAYOUT, assert_trivial=True)
+        high = gl.convert_layout(high, LAYOUT, assert_trivial=True)
+    return low, high
 
 
 @gluon.jit
