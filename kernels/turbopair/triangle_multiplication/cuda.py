@@ -19,8 +19,6 @@ from .launch_kernels import LIMIT, Kernel, current_stream
 
 _ALIGNMENT = 8  # elements of bf16: 16 bytes, what bulk copies need of base addresses and strides
 _FAR = 2**39  # elements of bf16: strides of bulk copies are below 2^40 bytes
-
-
 _BLOCK = 64  # columns a tile
 
 # Streams a CTA: groups of four warps that work on different tiles. One CTA a multiprocessor, grids are persistent.
@@ -42,11 +40,12 @@ class _Tiles:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         self._type = TensorDescriptor
-        self._layouts = {rank: NVMMASharedLayout(128, 16, rank=rank) for rank in (3, 4)}
+        self._layouts = {rank: NVMMASharedLayout(128, 16, rank=rank) for rank in (2, 3, 4)}
 
     def __call__(self, tensor: Tensor, *box: int) -> Any:
         described = self._type.__new__(self._type)
-        described.base, described.shape, described.strides = tensor, list(tensor.shape), list(tensor.stride())
+        described.base, described.shape = tensor, list(tensor.shape)
+        described.strides = [stride or _ALIGNMENT for stride in tensor.stride()]  # zero: a dimension of one element
         described.block_shape, described.layout = list(box), self._layouts[len(box)]
         described.padding, described.round_f32_to_tf32 = "zero", False
         return described
@@ -84,8 +83,10 @@ def _sm_count(device_index: int) -> int:
 def _ready(x: Tensor) -> Tensor:
     """`x` itself when the kernels can read it in place, else a contiguous copy."""
     b, i, j, c = x.stride()
-    if c != 1 or (b | i | j) % _ALIGNMENT or x.data_ptr() % 16 or not 0 < min(b, i, j) or max(b, i, j) >= _FAR:
+    if c != 1 or (b | i | j) % _ALIGNMENT or x.data_ptr() % 16 or max(b, i, j) >= _FAR:
         return x.clone(memory_format=torch.contiguous_format)
+    if not (b and i and j) and any(size > 1 and stride == 0 for size, stride in zip(x.shape, (b, i, j), strict=False)):
+        return x.clone(memory_format=torch.contiguous_format)  # repeated elements
     return x
 
 
@@ -133,7 +134,7 @@ class _Call:
 
         weights = [weight if weight.is_contiguous() else weight.contiguous() for weight in weights]
         self.weights_key = (index, channels, *[weight.dtype for weight in weights])
-        self.packed = torch.empty(6 * padded * padded, dtype=torch.bfloat16, device=z.device)
+        self.packed = torch.empty((6 * padded, padded), dtype=torch.bfloat16, device=z.device)
         self.vectors = torch.empty(4 * padded, dtype=torch.float32, device=z.device)
         arguments = (*weights, self.packed, self.vectors)
         self.kernels.pack_weights(self.weights_key, (7, 1, 1), arguments, self.channels, {"num_warps": 8}, self.stream)
@@ -142,6 +143,10 @@ class _Call:
         """Zero columns N to P, which a product of N columns leaves as they were."""
         if self.pitch != self.n:
             tensor[..., self.n :].zero_()
+
+    def matrices(self) -> Any:
+        """The packed matrices, for copies of one."""
+        return self.kernels.tiles(self.packed, self.padded, self.padded)
 
     def pairs(self, tensor: Tensor, channels: int | None = None, block: int = _BLOCK) -> Any:
         """Tiles of a tensor [B, N, N, C] of any strides."""
@@ -198,7 +203,7 @@ def forward(
     x = torch.empty(shape, dtype=X_DTYPE, device=device)
     out = torch.empty(z.shape, dtype=torch.bfloat16, device=device)
 
-    arguments = (call.pairs(z), call.planes(a, 64), call.planes(b, 64), call.mask, call.packed, call.vectors, float(eps))
+    arguments = (call.pairs(z), call.planes(a, 64), call.planes(b, 64), call.mask, call.matrices(), call.vectors, float(eps))
     call.run(call.kernels.input_forward, INPUT_FORWARD, arguments, masked=True)
     am, bm, xm = _matrices(a), _matrices(b), _matrices(x)
     if outgoing:
@@ -206,7 +211,7 @@ def forward(
         call.clear_padding(x)
     else:
         _product(xm, am[..., :n].mT, bm)
-    arguments = (call.pairs(z), call.planes(x), call.rows(out, 64), call.packed, call.vectors, float(eps))
+    arguments = (call.pairs(z), call.planes(x), call.rows(out, 64), call.matrices(), call.vectors, float(eps))
     call.run(call.kernels.output_forward, OUTPUT_FORWARD, arguments)
     if not save:
         return out, z.new_empty(0), z.new_empty(0), torch.empty(0, dtype=X_DTYPE, device=device)
@@ -241,7 +246,7 @@ def backward(
     statistics = torch.empty(4 * call.batch * n * n, dtype=torch.float32, device=device)
 
     arguments: tuple[Any, ...] = (call.pairs(dout), call.pairs(z), call.planes(x), call.planes(dx, 64), call.rows(dy, 64))
-    arguments += (call.rows(d_gate, 64), call.packed, call.vectors, statistics, float(eps))
+    arguments += (call.rows(d_gate, 64), call.matrices(), call.vectors, statistics, float(eps))
     call.run(kernels.output_backward, OUTPUT_BACKWARD, arguments)
     am, bm, dxm, dam, dbm = (_matrices(tensor) for tensor in (a, b, dx, da, db))
     if outgoing:
@@ -253,7 +258,7 @@ def backward(
         _product(dbm, am[..., :n], dxm)
     pre = (da, dx, db, spare)  # d_p takes the place of its operand's gradient, one d_g that of dx
     arguments = (call.pairs(z), call.pairs(d_gate), *(call.planes(tensor, 32) for tensor in (da, db, *pre)), call.rows(dz, 64))
-    call.run(kernels.input_backward, INPUT_BACKWARD, (*arguments, call.mask, statistics, call.packed, call.vectors), masked=True)
+    call.run(kernels.input_backward, INPUT_BACKWARD, (*arguments, call.mask, statistics, call.matrices(), call.vectors), masked=True)
     return dz, _weight_gradients(call, z, x, statistics, pre, d_gate, dy, weights)
 
 

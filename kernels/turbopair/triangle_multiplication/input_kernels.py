@@ -83,6 +83,7 @@ def _forward_stream(
     batch, row, first = tile_place(start, tiles_per_row, n)
     fetch(z, [batch, row, first, 0], arrived, landing, start < tiles)
     phase = 0
+    mbarrier.wait(arrivals.index(STREAMS), 0)  # the weights
     for tile in range(start, tiles, step):
         at = opaque_zero(tile)
         batch, row, first = tile_place(tile, tiles_per_row, n)
@@ -140,10 +141,10 @@ def input_forward(
     STREAMS: gl.constexpr,
 ):
     """a and b, channel-major. Streams take tiles in turn: one's products run while others normalise, gate and store."""
-    w = load_matrices(packed, 0, 4, CP)
     norm_weight, norm_bias = load_vector(vectors, 0, CP), load_vector(vectors, 1, CP)
-    arrivals = barriers(STREAMS)
+    arrivals = barriers(STREAMS + 1)
     fence_async_shared()
+    w = load_matrices(packed, 0, 4, CP, arrivals.index(STREAMS))
     R: gl.constexpr = stream_registers(STREAMS)
     if STREAMS == 3:
         gl.warp_specialize(
@@ -236,6 +237,7 @@ def _backward_stream(
     fetch(z, [batch, row, first, 0], arrived, landing, start < tiles)
     for part in gl.static_range(2):
         fetch(da, [batch * n + row, part * SIZE, first], arrivals.index(FIRST + 1 + part), landings_d.index(part), start < tiles)
+    mbarrier.wait(arrivals.index(3 * STREAMS), 0)  # the weights
     for tile in range(start, tiles, step):
         at = opaque_zero(tile)
         batch, row, first = tile_place(tile, tiles_per_row, n)
@@ -337,10 +339,10 @@ def input_backward(
 
     `d_ap` may be `da` itself and `d_bp` `db`: a tile is read before it is written. `d_gate` [B, N, N, C] is that of the output gate.
     """
-    w = load_matrices(packed, 0, 5, CP)
     norm_weight, norm_bias = load_vector(vectors, 0, CP), load_vector(vectors, 1, CP)
-    arrivals = barriers(3 * STREAMS)
+    arrivals = barriers(3 * STREAMS + 1)
     fence_async_shared()
+    w = load_matrices(packed, 0, 5, CP, arrivals.index(3 * STREAMS))
     R: gl.constexpr = stream_registers(STREAMS)
     gl.static_assert(STREAMS == 2)
     gl.warp_specialize(

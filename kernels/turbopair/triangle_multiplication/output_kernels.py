@@ -74,6 +74,7 @@ def _forward_stream(
     batch, row, first = tile_place(start, tiles_per_row, n)
     fetch_two(z, [batch, row, first, 0], landing_z, x, [batch * n + row, 0, first], landing_x, arrived, start < tiles)
     phase = 0
+    mbarrier.wait(arrivals.index(STREAMS), 0)  # the weights
     for tile in range(start, tiles, step):
         at = opaque_zero(tile)
         batch, row, first = tile_place(tile, tiles_per_row, n)
@@ -117,11 +118,11 @@ def output_forward(
     STREAMS: gl.constexpr,
 ):
     """out = sigmoid(LN(z) gate^T) * (LN(x) projection^T)."""
-    w = load_matrices(packed, 4, 2, CP)
     in_weight, in_bias = load_vector(vectors, 0, CP), load_vector(vectors, 1, CP)
     out_weight, out_bias = load_vector(vectors, 2, CP), load_vector(vectors, 3, CP)
-    arrivals = barriers(STREAMS)
+    arrivals = barriers(STREAMS + 1)
     fence_async_shared()
+    w = load_matrices(packed, 4, 2, CP, arrivals.index(STREAMS))
     R: gl.constexpr = stream_registers(STREAMS)
     gl.static_assert(STREAMS == 3)
     gl.warp_specialize(
@@ -188,6 +189,7 @@ def _backward_stream(
     phase = 0
     stage = 0
     x_phase = 0
+    mbarrier.wait(arrivals.index(3 * STREAMS), 0)  # the weights
     for tile in range(start, tiles, step):
         at = opaque_zero(tile)
         batch, row, first = tile_place(tile, tiles_per_row, n)
@@ -273,11 +275,11 @@ def output_backward(
 
     Beyond column n dout is zero, and with it every gradient.
     """
-    w = load_matrices(packed, 4, 2, CP)
     in_weight, in_bias = load_vector(vectors, 0, CP), load_vector(vectors, 1, CP)
     out_weight, out_bias = load_vector(vectors, 2, CP), load_vector(vectors, 3, CP)
-    arrivals = barriers(3 * STREAMS)
+    arrivals = barriers(3 * STREAMS + 1)
     fence_async_shared()
+    w = load_matrices(packed, 4, 2, CP, arrivals.index(3 * STREAMS))
     R: gl.constexpr = stream_registers(STREAMS)
     gl.static_assert(STREAMS == 2)
     gl.warp_specialize(

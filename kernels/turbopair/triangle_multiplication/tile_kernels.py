@@ -96,14 +96,13 @@ def sigmoid(x):
 
 
 @gluon.jit
-def load_matrices(packed, FIRST: gl.constexpr, COUNT: gl.constexpr, CP: gl.constexpr):
-    """Matrices FIRST .. FIRST + COUNT of the packed weights in shared memory, [COUNT, CP, CP]."""
-    LAYOUT: gl.constexpr = rows_layout(CP)
-    r = gl.arange(0, CP, layout=gl.SliceLayout(1, LAYOUT))
-    c = gl.arange(0, CP, layout=gl.SliceLayout(0, LAYOUT))
-    matrices = gl.allocate_shared_memory(gl.bfloat16, [COUNT, CP, CP], matrix_layout())
+def load_matrices(packed, FIRST: gl.constexpr, COUNT: gl.constexpr, CP: gl.constexpr, arrived):
+    """Start the copy of matrices FIRST .. FIRST + COUNT of the packed weights to shared memory, [COUNT, CP, CP]."""
+    matrices = gl.allocate_shared_memory(gl.bfloat16, [COUNT, CP, CP], packed.layout)
+    SIZE: gl.constexpr = 2 * matrices.numel
+    mbarrier.expect(arrived, SIZE)
     for index in gl.static_range(COUNT):
-        matrices.index(index).store(gl.load(packed + (FIRST + index) * (CP * CP) + r[:, None] * CP + c[None, :]))
+        tma.async_copy_global_to_shared(packed, [(FIRST + index) * CP, 0], arrived, matrices.index(index))
     return matrices
 
 

@@ -15,61 +15,81 @@ pytest.importorskip("triton", reason="Triton is an optional dependency: pip inst
 
 PACKAGE = "turbopair.triangle_multiplication"
 SHARED_LIMIT = 227 * 1024  # bytes a CTA may have on Hopper
-STREAMED = {"input_forward": "INPUT_FORWARD", "output_backward": "OUTPUT_BACKWARD", "input_backward": "INPUT_BACKWARD"}
-KERNELS = {**STREAMED, "output_forward": "OUTPUT_FORWARD", "weight_gradients": "WEIGHT_GRADIENTS"}
+KERNELS = ("input_forward", "output_forward", "output_backward", "input_backward", "weight_gradients")
 MODULES = ("input_kernels", "output_kernels", "gradient_kernels")
-FP32_POINTERS = {"vectors", "statistics", "matrices"}
-SCALARS = re.compile(r"eps|n|tiles|tiles_per_row|.*8|.*_ctas|mask_(batch|row|column)")
 
 
-def _compile(name: str, channels: int, masked: bool) -> tuple[str, Any]:
+class _Recorder:
+    """In the place of `cuda._Kernels`: what the calls of a forward and a backward pass launch."""
+
+    def __init__(self, cuda: Any) -> None:
+        self.tiles = cuda._Tiles()
+        self.launches: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        def launch(key: Any, grid: Any, arguments: tuple[Any, ...], constants: dict[str, Any], options: dict[str, Any], stream: int) -> None:
+            self.launches[name] = arguments, constants, options
+
+        return launch
+
+
+def _launches(channels: int, masked: bool, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The launches of a call on tensors that the kernels never see."""
+    cuda = importlib.import_module(f"{PACKAGE}.cuda")
+    recorder, n = _Recorder(cuda), 9
+    monkeypatch.setattr(cuda, "_kernels", lambda: recorder)
+    monkeypatch.setattr(cuda, "_sm_count", lambda index: 132)
+    monkeypatch.setattr(cuda, "current_stream", lambda index: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    z = torch.zeros(1, n, n, channels, dtype=torch.bfloat16)
+    mask = torch.ones(1, n, n, dtype=torch.bool) if masked else None
+    weights = [torch.ones(channels) if i in (0, 1, 6, 7) else torch.ones(channels, channels) for i in range(10)]
+    _, a, b, x = cuda.forward(z, mask, weights, True, 1e-5, True)
+    cuda.backward(z, z, mask, weights, a, b, x, True, 1e-5)
+    return recorder.launches
+
+
+def _compile(name: str, launch: tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]) -> tuple[str, Any]:
     """PTX and metadata of a kernel as `cuda.py` launches it, for sm_90."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import compile as triton_compile
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    cuda = importlib.import_module(f"{PACKAGE}.cuda")
-    launch = getattr(cuda, KERNELS[name])
-    function = next(
-        getattr(module, name) for module in (importlib.import_module(f"{PACKAGE}.{file}") for file in MODULES) if hasattr(module, name)
-    )
-    constants = {
-        "C": channels,
-        "CP": 64 if channels <= 64 else 128,
-        "BM": launch.block,
-        "WARPS": launch.warps,
-        "HAS_MASK": masked,
-        "STREAMS": launch.streams,
-        "STAGES": cuda._STAGES,
-    }
+    arguments, constants, options = launch
+    modules = [importlib.import_module(f"{PACKAGE}.{file}") for file in MODULES]
+    function = next(getattr(module, name) for module in modules if hasattr(module, name))
+    given = iter(arguments)
     signature, values, attributes = {}, {}, {}
     for index, parameter in enumerate(function.params):
         if parameter.is_constexpr:
             signature[parameter.name], values[(index,)] = "constexpr", constants[parameter.name]
-        elif SCALARS.fullmatch(parameter.name):
-            signature[parameter.name] = "fp32" if parameter.name == "eps" else "i32"
-        else:
-            kind = "fp32" if parameter.name in FP32_POINTERS else "i1" if parameter.name == "mask" and masked else "bf16"
-            signature[parameter.name] = f"*{kind}"
+            continue
+        argument = next(given)
+        if isinstance(argument, torch.Tensor):
+            kinds = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.bool: "*i1"}
+            signature[parameter.name] = kinds[argument.dtype]
             if not parameter.do_not_specialize:
                 attributes[(index,)] = [["tt.divisibility", 16]]
+        elif hasattr(argument, "block_shape"):
+            signature[parameter.name] = f"tensordesc<bf16{argument.block_shape},{argument.layout!r}>"
+        else:
+            signature[parameter.name] = "fp32" if isinstance(argument, float) else "i32"
     compiled = triton_compile(
-        GluonASTSource(function, signature, values, attributes),
-        target=GPUTarget("cuda", 90, 32),
-        options={key: value for key, value in launch.options.items() if value is not None},
+        GluonASTSource(function, signature, values, attributes), target=GPUTarget("cuda", 90, 32), options=options
     )
     return compiled.asm["ptx"], compiled.metadata
 
 
 @pytest.mark.parametrize("channels,masked", [(128, False), (64, True)])
 @pytest.mark.parametrize("name", sorted(KERNELS))
-def test_kernels_compile_for_hopper(name: str, channels: int, masked: bool, tmp_path: Path) -> None:
-    """They fit a multiprocessor, keep nearly everything in registers, move 16 bytes at a time, and their products are not serialised."""
+def test_kernels_compile_for_hopper(name: str, channels: int, masked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They fit a multiprocessor, keep nearly everything in registers, move tiles by bulk copies, and their products are not serialised."""
     import triton
 
-    ptx, metadata = _compile(name, channels, masked)
+    ptx, metadata = _compile(name, _launches(channels, masked, monkeypatch)[name])
     assert metadata.shared <= SHARED_LIMIT
     assert "wgmma.mma_async" in ptx
+    assert "cp.async.bulk.tensor" in ptx
     # Stores of tiles are vectors; single elements are left to statistics and partial sums.
     assert not re.search(r"(ld|st)\.global\.(b16|u16)", ptx)
     (tmp_path / "kernel.ptx").write_text(ptx)
