@@ -42,12 +42,17 @@ class _Tiles:
         self._type = TensorDescriptor
         self._layouts = {rank: NVMMASharedLayout(128, 16, rank=rank) for rank in (2, 3, 4)}
 
-    def __call__(self, tensor: Tensor, *box: int) -> Any:
+    def __call__(self, tensor: Tensor, shape: list[int], strides: list[int], box: list[int]) -> Any:
         described = self._type.__new__(self._type)
-        described.base, described.shape = tensor, list(tensor.shape)
-        described.strides = [stride or _ALIGNMENT for stride in tensor.stride()]  # zero: a dimension of one element
-        described.block_shape, described.layout = list(box), self._layouts[len(box)]
-        described.padding, described.round_f32_to_tf32 = "zero", False
+        described.__dict__ = {
+            "base": tensor,
+            "shape": shape,
+            "strides": strides,
+            "block_shape": box,
+            "layout": self._layouts[len(box)],
+            "padding": "zero",
+            "round_f32_to_tf32": False,
+        }
         return described
 
 
@@ -125,6 +130,9 @@ class _Call:
         self.pitch = pitch(self.n)
         padded = 64 if channels <= 64 else 128
         self.padded = padded
+        lines, width = self.batch * self.n, self.pitch
+        self.as_rows = [lines, self.n, channels], [self.n * channels, channels, 1]
+        self.as_planes = [lines, channels, width], [channels * width, width, 1]
         self.channels = {"C": channels, "CP": padded}
         self.mask = z if mask is None else mask
         self.mask_place = (0, 0, 0) if mask is None else mask.stride()
@@ -146,19 +154,21 @@ class _Call:
 
     def matrices(self) -> Any:
         """The packed matrices, for copies of one."""
-        return self.kernels.tiles(self.packed, self.padded, self.padded)
+        padded = self.padded
+        return self.kernels.tiles(self.packed, [6 * padded, padded], [padded, 1], [padded, padded])
 
-    def pairs(self, tensor: Tensor, channels: int | None = None, block: int = _BLOCK) -> Any:
-        """Tiles of a tensor [B, N, N, C] of any strides."""
-        return self.kernels.tiles(tensor, 1, 1, block, channels or self.padded)
+    def pairs(self, tensor: Tensor, block: int = _BLOCK) -> Any:
+        """Tiles of a tensor [B, N, N, C] of any strides; a stride of zero is that of a dimension of one element."""
+        strides = [stride or _ALIGNMENT for stride in tensor.stride()]
+        return self.kernels.tiles(tensor, list(tensor.shape), strides, [1, 1, block, self.padded])
 
-    def rows(self, tensor: Tensor, channels: int | None = None, block: int = _BLOCK) -> Any:
-        """Tiles of a contiguous tensor [B, N, N, C]."""
-        return self.kernels.tiles(tensor.view(-1, self.n, tensor.shape[-1]), 1, block, channels or self.padded)
+    def rows(self, tensor: Tensor, channels: int, block: int = _BLOCK) -> Any:
+        """Tiles of some channels of a contiguous tensor [B, N, N, C]."""
+        return self.kernels.tiles(tensor, *self.as_rows, [1, block, channels])
 
-    def planes(self, tensor: Tensor, channels: int | None = None, block: int = _BLOCK) -> Any:
-        """Tiles of a contiguous tensor [B, N, C, P]."""
-        return self.kernels.tiles(tensor.view(-1, *tensor.shape[2:]), 1, channels or self.padded, block)
+    def planes(self, tensor: Tensor, channels: int, block: int = _BLOCK) -> Any:
+        """Tiles of some channels of a contiguous tensor [B, N, C, P]."""
+        return self.kernels.tiles(tensor, *self.as_planes, [1, channels, block])
 
     def sizes(self) -> tuple[int, int, int]:
         """Tiles, tiles a row, N."""
@@ -211,7 +221,7 @@ def forward(
         call.clear_padding(x)
     else:
         _product(xm, am[..., :n].mT, bm)
-    arguments = (call.pairs(z), call.planes(x), call.rows(out, 64), call.matrices(), call.vectors, float(eps))
+    arguments = (call.pairs(z), call.planes(x, call.padded), call.rows(out, 64), call.matrices(), call.vectors, float(eps))
     call.run(call.kernels.output_forward, OUTPUT_FORWARD, arguments)
     if not save:
         return out, z.new_empty(0), z.new_empty(0), torch.empty(0, dtype=X_DTYPE, device=device)
@@ -245,7 +255,7 @@ def backward(
     dy, d_gate, dz = (torch.empty(z.shape, dtype=torch.bfloat16, device=device) for _ in range(3))
     statistics = torch.empty(4 * call.batch * n * n, dtype=torch.float32, device=device)
 
-    arguments: tuple[Any, ...] = (call.pairs(dout), call.pairs(z), call.planes(x), call.planes(dx, 64), call.rows(dy, 64))
+    arguments: tuple[Any, ...] = (call.pairs(dout), call.pairs(z), call.planes(x, call.padded), call.planes(dx, 64), call.rows(dy, 64))
     arguments += (call.rows(d_gate, 64), call.matrices(), call.vectors, statistics, float(eps))
     call.run(kernels.output_backward, OUTPUT_BACKWARD, arguments)
     am, bm, dxm, dam, dbm = (_matrices(tensor) for tensor in (a, b, dx, da, db))
@@ -285,8 +295,10 @@ def _weight_gradients(
     slots, matrix = 4 * wide + 2 * narrow, channels * channels
     counts = (slots * matrix, slots * channels, 12 * matrix)
     matrices, sums, norm_partials = torch.empty(sum(counts), dtype=torch.float32, device=call.device).split(counts)
-    arguments: tuple[Any, ...] = (call.pairs(z), *map(call.planes, pre), call.pairs(z, block=128), call.planes(x, block=128))
-    arguments += (call.rows(d_gate, block=128), call.rows(dy, block=128), statistics, matrices, sums, *tiles, wide, narrow)
+    padded = call.padded
+    arguments: tuple[Any, ...] = (call.pairs(z), *(call.planes(tensor, padded) for tensor in pre), call.pairs(z, 128))
+    arguments += (call.planes(x, padded, 128), call.rows(d_gate, padded, 128), call.rows(dy, padded, 128))
+    arguments += (statistics, matrices, sums, *tiles, wide, narrow)
     constants = {**call.channels, "STAGES": _STAGES}
     kernels.weight_gradients(call.key, (2 * (wide + narrow), 1, 1), arguments, constants, _SUMMING, call.stream)
 
