@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ _SLAB = 32
 
 
 class _Tiles:
-    """Descriptions of tensors for bulk copies of boxes of them, with all that Triton asks for and without its checks (microseconds each)."""
+    """Descriptions of tensors for bulk copies of boxes of them, all that Triton asks for and without its checks (microseconds each)."""
 
     def __init__(self) -> None:
         from triton.experimental.gluon.language import NVMMASharedLayout
@@ -177,7 +177,7 @@ class _Call:
 
     def run(self, kernel: Kernel, streams: int, arguments: tuple[Any, ...], *, masked: bool = False) -> None:
         """Launch a kernel over all tiles."""
-        sizes = self.sizes()
+        sizes: tuple[int, ...] = self.sizes()
         constants = dict(self.channels)
         if masked:
             sizes += self.mask_place
@@ -213,7 +213,8 @@ def forward(
     x = torch.empty(shape, dtype=X_DTYPE, device=device)
     out = torch.empty(z.shape, dtype=torch.bfloat16, device=device)
 
-    arguments = (call.pairs(z), call.planes(a, 64), call.planes(b, 64), call.mask, call.matrices(), call.vectors, float(eps))
+    arguments: tuple[Any, ...] = (call.pairs(z), call.planes(a, 64), call.planes(b, 64), call.mask, call.matrices(), call.vectors)
+    arguments += (float(eps),)
     call.run(call.kernels.input_forward, INPUT_FORWARD, arguments, masked=True)
     am, bm, xm = _matrices(a), _matrices(b), _matrices(x)
     if outgoing:

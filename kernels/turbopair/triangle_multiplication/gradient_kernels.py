@@ -118,9 +118,7 @@ def _sum_tiles(
     s1 = s0
     if KIND == 0:
         s1 = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, CP, BM], d1.layout)
-    ones = gl.allocate_shared_memory(
-        gl.bfloat16, [16, BM], matrix_layout(), gl.full([16, BM], 1.0, gl.bfloat16, layout=_inner_layout(BM))
-    )
+    ones = gl.allocate_shared_memory(gl.bfloat16, [16, BM], matrix_layout(), gl.full([16, BM], 1.0, gl.bfloat16, layout=_inner_layout(BM)))
     arrivals = barriers(STAGES)
     fence_async_shared()
     g0 = gl.zeros([CP, CP], gl.float32, layout=_sums_layout(CP, CP))

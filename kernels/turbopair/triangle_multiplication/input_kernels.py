@@ -1,5 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The side of z: LayerNorm, the four projections with their gates and the mask.
+"""The side of z: LayerNorm, the four projections with their gates and the mask, and the gradients of all of it.
+
+`z` [B, N, N, C] bf16 of any strides that are multiples of 8; operands of the product [B, C, N, P] bf16, P = N rounded up to a multiple of
+8, columns N to P zero. `packed` and `vectors`: see `weight_kernels.pack_weights`. CTAs are persistent: each keeps the weights in shared
+memory, and its streams take every n-th tile.
 """
 
 from triton.experimental import gluon
@@ -146,48 +150,25 @@ def input_forward(
     fence_async_shared()
     w = load_matrices(packed, 0, 4, CP, arrivals.index(STREAMS))
     R: gl.constexpr = stream_registers(STREAMS)
-    if STREAMS == 3:
-        gl.warp_specialize(
-            [
-                (_forward_stream, (
-                    gl.constexpr(0), STREAMS, z, a, b, mask, w, norm_weight, norm_bias, arrivals, eps, tiles, tiles_per_row, n,
-                    mask_batch, mask_row, mask_column, C, CP, HAS_MASK,
-                )),
-                (_forward_stream, (
-                    gl.constexpr(1), STREAMS, z, a, b, mask, w, norm_weight, norm_bias, arrivals, eps, tiles, tiles_per_row, n,
-                    mask_batch, mask_row, mask_column, C, CP, HAS_MASK,
-                )),
-                (_forward_stream, (
-                    gl.constexpr(2), STREAMS, z, a, b, mask, w, norm_weight, norm_bias, arrivals, eps, tiles, tiles_per_row, n,
-                    mask_batch, mask_row, mask_column, C, CP, HAS_MASK,
-                )),
-            ],
-            [4, 4],
-            [R, R],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_forward_stream, (
-                    gl.constexpr(0), STREAMS, z, a, b, mask, w, norm_weight, norm_bias, arrivals, eps, tiles, tiles_per_row, n,
-                    mask_batch, mask_row, mask_column, C, CP, HAS_MASK,
-                )),
-                (_forward_stream, (
-                    gl.constexpr(1), STREAMS, z, a, b, mask, w, norm_weight, norm_bias, arrivals, eps, tiles, tiles_per_row, n,
-                    mask_batch, mask_row, mask_column, C, CP, HAS_MASK,
-                )),
-                (_forward_stream, (
-                    gl.constexpr(2), STREAMS, z, a, b, mask, w, norm_weight, norm_bias, arrivals, eps, tiles, tiles_per_row, n,
-                    mask_batch, mask_row, mask_column, C, CP, HAS_MASK,
-                )),
-                (_forward_stream, (
-                    gl.constexpr(3), STREAMS, z, a, b, mask, w, norm_weight, norm_bias, arrivals, eps, tiles, tiles_per_row, n,
-                    mask_batch, mask_row, mask_column, C, CP, HAS_MASK,
-                )),
-            ],
-            [4, 4, 4],
-            [R, R, R],
-        )  # fmt: skip
+    gl.static_assert(STREAMS == 3)
+    gl.warp_specialize(
+        [
+            (_forward_stream, (
+                gl.constexpr(0), STREAMS, z, a, b, mask, w, norm_weight, norm_bias, arrivals, eps, tiles, tiles_per_row, n,
+                mask_batch, mask_row, mask_column, C, CP, HAS_MASK,
+            )),
+            (_forward_stream, (
+                gl.constexpr(1), STREAMS, z, a, b, mask, w, norm_weight, norm_bias, arrivals, eps, tiles, tiles_per_row, n,
+                mask_batch, mask_row, mask_column, C, CP, HAS_MASK,
+            )),
+            (_forward_stream, (
+                gl.constexpr(2), STREAMS, z, a, b, mask, w, norm_weight, norm_bias, arrivals, eps, tiles, tiles_per_row, n,
+                mask_batch, mask_row, mask_column, C, CP, HAS_MASK,
+            )),
+        ],
+        [4, 4],
+        [R, R],
+    )  # fmt: skip
 
 
 @gluon.jit

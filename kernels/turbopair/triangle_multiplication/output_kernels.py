@@ -1,7 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """The side of the output: LayerNorm over the channels of x, the output projection and its gate, and the gradients of all of it.
 
-`x` [B, C, N, P] as the product leaves it: columns N to P hold anything. `out` and `dout` are row-major.
+`x` [B, C, N, P] as the product leaves it: columns N to P hold anything. `out` and `dout` are row-major. CTAs are
+persistent: each keeps the weights in shared memory, and its streams take every n-th tile.
 """
 
 from triton.experimental import gluon
@@ -217,7 +218,7 @@ def _backward_stream(
                 fetch_two(
                     z, [batch_, row_, first_, 0], landing_z, dout, [batch_, row_, first_, 0], landing_d, arrived, later < tiles
                 )  # fmt: skip
-            if part == 0:  # noqa: SIM108
+            if part == 0:
                 g, y = warpgroup_mma_wait(0, deps=[g, y])
             else:
                 g, y, dunit = warpgroup_mma_wait(0, deps=[g, y, dunit])

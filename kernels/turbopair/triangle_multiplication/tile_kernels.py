@@ -40,6 +40,7 @@ def matrix_layout(RANK=2):
 
 @gluon.constexpr_function
 def vector_layout():
+    """A vector in shared memory."""
     return gl.SwizzledSharedLayout(1, 1, 1, [0])
 
 

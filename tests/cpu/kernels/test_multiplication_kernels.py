@@ -27,8 +27,8 @@ class _Recorder:
         self.launches: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]] = {}
 
     def __getattr__(self, name: str) -> Any:
-        def launch(key: Any, grid: Any, arguments: tuple[Any, ...], constants: dict[str, Any], options: dict[str, Any], stream: int) -> None:
-            self.launches[name] = arguments, constants, options
+        def launch(*call: Any) -> None:  # key, grid, arguments, constants, options, stream
+            self.launches[name] = call[2:5]
 
         return launch
 
@@ -74,9 +74,7 @@ def _compile(name: str, launch: tuple[tuple[Any, ...], dict[str, Any], dict[str,
             signature[parameter.name] = f"tensordesc<bf16{argument.block_shape},{argument.layout!r}>"
         else:
             signature[parameter.name] = "fp32" if isinstance(argument, float) else "i32"
-    compiled = triton_compile(
-        GluonASTSource(function, signature, values, attributes), target=GPUTarget("cuda", 90, 32), options=options
-    )
+    compiled = triton_compile(GluonASTSource(function, signature, values, attributes), target=GPUTarget("cuda", 90, 32), options=options)
     return compiled.asm["ptx"], compiled.metadata
 
 
