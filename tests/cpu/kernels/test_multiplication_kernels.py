@@ -127,6 +127,14 @@ def test_packing_interpreted() -> None:
     assert done.returncode == 0 and "agreed" in done.stdout, done.stderr[-3000:]
 
 
+def test_kernels_without_layouts() -> None:
+    """Places, order of copies and products, barriers and arithmetic of the Gluon kernels, with copies as late as they may be."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "tests.support.gluon_on_cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0 and "agreed" in done.stdout, done.stderr[-3000:]
+
+
 def test_matrix_views_multiply_every_channel() -> None:
     """The operands lie [B, N, C, P] in memory; the product is one of N x N matrices for each channel."""
     cuda = importlib.import_module(f"{PACKAGE}.cuda")
