@@ -286,7 +286,9 @@ class Kernels:
             key: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any], options: Any, stream: Any
         ) -> None:
             given = [
-                Pointer(value.view(-1) if value.is_contiguous() else value)
+                Box(value[0].as_strided(value[1].shape, value[1].strides), value[1].block_shape)
+                if isinstance(value, tuple)
+                else Pointer(value.view(-1) if value.is_contiguous() else value)
                 if isinstance(value, Tensor)
                 else Integer(value)
                 if type(value) is int
@@ -299,9 +301,6 @@ class Kernels:
                 self.copies.store_wait(0)
 
         return launch
-
-    def tiles(self, tensor: Tensor, shape: list[int], strides: list[int], box: list[int]) -> Box:
-        return Box(tensor.as_strided(shape, strides), box)
 
     def pack_weights(self, key: Any, grid: Any, arguments: Arguments, constants: Constants, options: Any, stream: Any) -> None:
         niw, nib, a_p, a_g, b_p, b_g, now, nob, out, gate, packed, vectors = arguments

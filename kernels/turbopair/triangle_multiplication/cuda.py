@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .contract import X_DTYPE, pitch
-from .launch_kernels import LIMIT, Kernel, current_stream
+from .launch_kernels import LIMIT, Box, Boxed, Kernel, current_stream
 
 _ALIGNMENT = 8  # elements of bf16: 16 bytes, what bulk copies need of base addresses and strides
 _FAR = 2**39  # elements of bf16: strides of bulk copies are below 2^40 bytes
@@ -28,32 +28,10 @@ OUTPUT_BACKWARD = 2
 INPUT_BACKWARD = 2
 _STREAM = {"num_warps": 4}
 _SUMMING = {"num_warps": 8}
+_PACKING = {"num_warps": 8}
+_REDUCING = {"num_warps": 4}
 _STAGES = 4
 _SLAB = 32
-
-
-class _Tiles:
-    """Descriptions of tensors for bulk copies of boxes of them, all that Triton asks for and without its checks (microseconds each)."""
-
-    def __init__(self) -> None:
-        from triton.experimental.gluon.language import NVMMASharedLayout
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-        self._type = TensorDescriptor
-        self._layouts = {rank: NVMMASharedLayout(128, 16, rank=rank) for rank in (2, 3, 4)}
-
-    def __call__(self, tensor: Tensor, shape: list[int], strides: list[int], box: list[int]) -> Any:
-        described = self._type.__new__(self._type)
-        described.__dict__ = {
-            "base": tensor,
-            "shape": shape,
-            "strides": strides,
-            "block_shape": box,
-            "layout": self._layouts[len(box)],
-            "padding": "zero",
-            "round_f32_to_tf32": False,
-        }
-        return described
 
 
 @lru_cache(maxsize=1)
@@ -101,7 +79,6 @@ class _Kernels:
     def __init__(self) -> None:
         from . import gradient_kernels, input_kernels, output_kernels, weight_kernels
 
-        self.tiles = _Tiles()
         self.pack_weights = Kernel(weight_kernels.pack_weights)
         self.input_forward = Kernel(input_kernels.input_forward)
         self.output_forward = Kernel(output_kernels.output_forward)
@@ -117,6 +94,53 @@ def _kernels() -> _Kernels:
     return _Kernels()
 
 
+class _Geometry:
+    """What follows from B, N and C: sizes, boxes of contiguous tensors, compile-time constants."""
+
+    def __init__(self, batch: int, n: int, channels: int) -> None:
+        padded = 64 if channels <= 64 else 128
+        self.padded, self.pitch = padded, pitch(n)
+        lines, width = batch * n, self.pitch
+        self.operand_shape = batch, n, channels, width
+        per_row = -(-n // _BLOCK)
+        self.sizes = lines * per_row, per_row, n  # tiles, tiles a row, N
+        self.statistics = 4 * lines * n
+
+        def rows(block: int, width: int) -> Box:
+            return Box((lines, n, channels), (n * channels, channels, 1), (1, block, width))
+
+        def planes(height: int, block: int) -> Box:
+            return Box((lines, channels, width), (channels * width, width, 1), (1, height, block))
+
+        self.matrices = Box((6 * padded, padded), (padded, 1), (padded, padded))
+        self.rows, self.rows_long = rows(_BLOCK, 64), rows(2 * _BLOCK, padded)
+        self.planes_32, self.planes_64 = planes(32, _BLOCK), planes(64, _BLOCK)
+        self.planes, self.planes_long = planes(padded, _BLOCK), planes(padded, 2 * _BLOCK)
+        self.constants = {"C": channels, "CP": padded}
+
+
+@lru_cache(maxsize=256)
+def _geometry(batch: int, n: int, channels: int) -> _Geometry:
+    return _Geometry(batch, n, channels)
+
+
+@lru_cache(maxsize=256)
+def _pairs(shape: tuple[int, ...], strides: tuple[int, ...], block: int) -> Box:
+    """Tiles of a tensor [B, N, N, C] of any strides; a stride of zero is that of a dimension of one element."""
+    return Box(shape, tuple(stride or _ALIGNMENT for stride in strides), (1, 1, block, 64 if shape[3] <= 64 else 128))
+
+
+def _boxed_pairs(tensor: Tensor, block: int = _BLOCK) -> Boxed:
+    return tensor, _pairs(tensor.shape, tensor.stride(), block)
+
+
+@lru_cache(maxsize=64)
+def _constants(channels: int, padded: int, streams: int, masked: bool | None) -> dict[str, Any]:
+    """Compile-time constants of a kernel over all tiles, in the order of its parameters; masked is None for one without a mask."""
+    mask = {} if masked is None else {"HAS_MASK": masked}
+    return {"C": channels, "CP": padded, **mask, "STREAMS": streams}
+
+
 class _Call:
     """What the kernels of one call share: sizes, keys, the packed weights."""
 
@@ -127,13 +151,8 @@ class _Call:
         self.sms = _sm_count(index)
         self.stream = current_stream(index)
         self.batch, self.n, _, channels = z.shape
-        self.pitch = pitch(self.n)
-        padded = 64 if channels <= 64 else 128
-        self.padded = padded
-        lines, width = self.batch * self.n, self.pitch
-        self.as_rows = [lines, self.n, channels], [self.n * channels, channels, 1]
-        self.as_planes = [lines, channels, width], [channels * width, width, 1]
-        self.channels = {"C": channels, "CP": padded}
+        self.geometry = geometry = _geometry(self.batch, self.n, channels)
+        self.channels = channels
         self.mask = z if mask is None else mask
         self.mask_place = (0, 0, 0) if mask is None else mask.stride()
         large = max(self.batch * self.n * self.n, *self.mask_place) > LIMIT
@@ -142,49 +161,26 @@ class _Call:
 
         weights = [weight if weight.is_contiguous() else weight.contiguous() for weight in weights]
         self.weights_key = (index, channels, *[weight.dtype for weight in weights])
+        padded = geometry.padded
         self.packed = torch.empty((6 * padded, padded), dtype=torch.bfloat16, device=z.device)
         self.vectors = torch.empty(4 * padded, dtype=torch.float32, device=z.device)
-        arguments = (*weights, self.packed, self.vectors)
-        self.kernels.pack_weights(self.weights_key, (7, 1, 1), arguments, self.channels, {"num_warps": 8}, self.stream)
+        self.matrices = self.packed, geometry.matrices
+        self.kernels.pack_weights(
+            self.weights_key, (7, 1, 1), (*weights, self.packed, self.vectors), geometry.constants, _PACKING, self.stream
+        )
 
     def clear_padding(self, tensor: Tensor) -> None:
         """Zero columns N to P, which a product of N columns leaves as they were."""
-        if self.pitch != self.n:
+        if self.geometry.pitch != self.n:
             tensor[..., self.n :].zero_()
-
-    def matrices(self) -> Any:
-        """The packed matrices, for copies of one."""
-        padded = self.padded
-        return self.kernels.tiles(self.packed, [6 * padded, padded], [padded, 1], [padded, padded])
-
-    def pairs(self, tensor: Tensor, block: int = _BLOCK) -> Any:
-        """Tiles of a tensor [B, N, N, C] of any strides; a stride of zero is that of a dimension of one element."""
-        strides = [stride or _ALIGNMENT for stride in tensor.stride()]
-        return self.kernels.tiles(tensor, list(tensor.shape), strides, [1, 1, block, self.padded])
-
-    def rows(self, tensor: Tensor, channels: int, block: int = _BLOCK) -> Any:
-        """Tiles of some channels of a contiguous tensor [B, N, N, C]."""
-        return self.kernels.tiles(tensor, *self.as_rows, [1, block, channels])
-
-    def planes(self, tensor: Tensor, channels: int, block: int = _BLOCK) -> Any:
-        """Tiles of some channels of a contiguous tensor [B, N, C, P]."""
-        return self.kernels.tiles(tensor, *self.as_planes, [1, channels, block])
-
-    def sizes(self) -> tuple[int, int, int]:
-        """Tiles, tiles a row, N."""
-        per_row = -(-self.n // _BLOCK)
-        return self.batch * self.n * per_row, per_row, self.n
 
     def run(self, kernel: Kernel, streams: int, arguments: tuple[Any, ...], *, masked: bool = False) -> None:
         """Launch a kernel over all tiles."""
-        sizes: tuple[int, ...] = self.sizes()
-        constants = dict(self.channels)
-        if masked:
-            sizes += self.mask_place
-            constants["HAS_MASK"] = self.masked
-        constants["STREAMS"] = streams
+        sizes = self.geometry.sizes
+        constants = _constants(self.channels, self.geometry.padded, streams, self.masked if masked else None)
+        place = self.mask_place if masked else ()
         ctas = min(self.sms, -(-sizes[0] // streams))
-        kernel(self.key, (ctas, 1, 1), (*arguments, *sizes), constants, _STREAM, self.stream)
+        kernel(self.key, (ctas, 1, 1), (*arguments, *sizes, *place), constants, _STREAM, self.stream)
 
 
 def _matrices(tensor: Tensor) -> Tensor:
@@ -207,14 +203,15 @@ def forward(
             return forward(z, mask, weights, outgoing, eps, save)
     z = _ready(z)
     call = _Call(z, mask, weights)
-    n, channels, device = call.n, z.shape[-1], z.device
-    shape = (call.batch, n, channels, call.pitch)
+    n, channels, device, geometry = call.n, call.channels, z.device, call.geometry
+    shape = geometry.operand_shape
     a, b = (torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
     x = torch.empty(shape, dtype=X_DTYPE, device=device)
     out = torch.empty(z.shape, dtype=torch.bfloat16, device=device)
 
-    arguments: tuple[Any, ...] = (call.pairs(z), call.planes(a, 64), call.planes(b, 64), call.mask, call.matrices(), call.vectors)
-    arguments += (float(eps),)
+    eps, box = float(eps), geometry.planes_64
+    pairs = _boxed_pairs(z)
+    arguments: tuple[Any, ...] = (pairs, (a, box), (b, box), call.mask, call.matrices, call.vectors, eps)
     call.run(call.kernels.input_forward, INPUT_FORWARD, arguments, masked=True)
     am, bm, xm = _matrices(a), _matrices(b), _matrices(x)
     if outgoing:
@@ -222,11 +219,11 @@ def forward(
         call.clear_padding(x)
     else:
         _product(xm, am[..., :n].mT, bm)
-    arguments = (call.pairs(z), call.planes(x, call.padded), call.rows(out, 64), call.matrices(), call.vectors, float(eps))
+    arguments = (pairs, (x, geometry.planes), (out, geometry.rows), call.matrices, call.vectors, eps)
     call.run(call.kernels.output_forward, OUTPUT_FORWARD, arguments)
     if not save:
         return out, z.new_empty(0), z.new_empty(0), torch.empty(0, dtype=X_DTYPE, device=device)
-    shown = (call.batch, channels, n, call.pitch)
+    shown = (call.batch, channels, n, geometry.pitch)
     return out, a.view(shown), b.view(shown), x.view(shown)
 
 
@@ -247,17 +244,18 @@ def backward(
             return backward(dout, z, mask, weights, a, b, x, outgoing, eps)
     z, dout = _ready(z), _ready(dout)
     call = _Call(z, mask, weights)
-    kernels, n, channels, device = call.kernels, call.n, z.shape[-1], z.device
-    shape = (call.batch, n, channels, call.pitch)
+    kernels, n, device, geometry = call.kernels, call.n, z.device, call.geometry
+    shape = geometry.operand_shape
     a, b, x = (tensor.reshape(shape) for tensor in (a, b, x))
     if x.data_ptr() % 16:
         x = x.clone()
     dx, da, db, spare = (torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in range(4))
     dy, d_gate, dz = (torch.empty(z.shape, dtype=torch.bfloat16, device=device) for _ in range(3))
-    statistics = torch.empty(4 * call.batch * n * n, dtype=torch.float32, device=device)
+    statistics = torch.empty(geometry.statistics, dtype=torch.float32, device=device)
 
-    arguments: tuple[Any, ...] = (call.pairs(dout), call.pairs(z), call.planes(x, call.padded), call.planes(dx, 64), call.rows(dy, 64))
-    arguments += (call.rows(d_gate, 64), call.matrices(), call.vectors, statistics, float(eps))
+    pairs, matrices, rows = _boxed_pairs(z), call.matrices, geometry.rows
+    arguments: tuple[Any, ...] = (_boxed_pairs(dout), pairs, (x, geometry.planes), (dx, geometry.planes_64), (dy, rows), (d_gate, rows))
+    arguments += (matrices, call.vectors, statistics, float(eps))
     call.run(kernels.output_backward, OUTPUT_BACKWARD, arguments)
     am, bm, dxm, dam, dbm = (_matrices(tensor) for tensor in (a, b, dx, da, db))
     if outgoing:
@@ -268,8 +266,9 @@ def backward(
         call.clear_padding(da)
         _product(dbm, am[..., :n], dxm)
     pre = (da, dx, db, spare)  # d_p takes the place of its operand's gradient, one d_g that of dx
-    arguments = (call.pairs(z), call.pairs(d_gate), *(call.planes(tensor, 32) for tensor in (da, db, *pre)), call.rows(dz, 64))
-    call.run(kernels.input_backward, INPUT_BACKWARD, (*arguments, call.mask, statistics, call.matrices(), call.vectors), masked=True)
+    box = geometry.planes_32
+    arguments = (pairs, _boxed_pairs(d_gate), (da, box), (db, box), (da, box), (dx, box), (db, box), (spare, box), (dz, rows))
+    call.run(kernels.input_backward, INPUT_BACKWARD, (*arguments, call.mask, statistics, matrices, call.vectors), masked=True)
     return dz, _weight_gradients(call, z, x, statistics, pre, d_gate, dy, weights)
 
 
@@ -290,23 +289,22 @@ def _weight_gradients(
     weights: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
     """The ten weight gradients: sums of a fixed set of tiles a CTA, added in a fixed order."""
-    kernels, channels = call.kernels, z.shape[-1]
-    tiles = call.sizes()
+    kernels, channels, geometry = call.kernels, call.channels, call.geometry
+    tiles = geometry.sizes
     wide, narrow = (min(ctas, tiles[0]) for ctas in _shares(call.sms))
     slots, matrix = 4 * wide + 2 * narrow, channels * channels
     counts = (slots * matrix, slots * channels, 12 * matrix)
     matrices, sums, norm_partials = torch.empty(sum(counts), dtype=torch.float32, device=call.device).split(counts)
-    padded = call.padded
-    arguments: tuple[Any, ...] = (call.pairs(z), *(call.planes(tensor, padded) for tensor in pre), call.pairs(z, 128))
-    arguments += (call.planes(x, padded, 128), call.rows(d_gate, padded, 128), call.rows(dy, padded, 128))
-    arguments += (statistics, matrices, sums, *tiles, wide, narrow)
-    constants = {**call.channels, "STAGES": _STAGES}
+    box, rows = geometry.planes, geometry.rows_long
+    arguments: tuple[Any, ...] = (_boxed_pairs(z), *[(tensor, box) for tensor in pre], _boxed_pairs(z, 2 * _BLOCK))
+    arguments += ((x, geometry.planes_long), (d_gate, rows), (dy, rows), statistics, matrices, sums, *tiles, wide, narrow)
+    constants = {**geometry.constants, "STAGES": _STAGES}
     kernels.weight_gradients(call.key, (2 * (wide + narrow), 1, 1), arguments, constants, _SUMMING, call.stream)
 
     gradients = tuple(torch.empty(weight.shape, dtype=weight.dtype, device=call.device) for weight in weights)
     niw, nib, a_p, a_g, b_p, b_g, now, nob, projection, gate = gradients
-    constants = {**call.channels, "SLAB": _SLAB}
+    constants = {**geometry.constants, "SLAB": _SLAB}
     arguments = (matrices, sums, call.packed, call.vectors, norm_partials, a_p, a_g, b_p, b_g, projection, gate, wide, narrow)
-    kernels.reduce_matrices(call.weights_key, (channels, 6, 1), arguments, constants, {"num_warps": 4}, call.stream)
-    kernels.reduce_norms(call.weights_key, (4, 1, 1), (norm_partials, niw, nib, now, nob), constants, {"num_warps": 4}, call.stream)
+    kernels.reduce_matrices(call.weights_key, (channels, 6, 1), arguments, constants, _REDUCING, call.stream)
+    kernels.reduce_norms(call.weights_key, (4, 1, 1), (norm_partials, niw, nib, now, nob), constants, _REDUCING, call.stream)
     return gradients

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,7 @@ MODULES = ("input_kernels", "output_kernels", "gradient_kernels")
 class _Recorder:
     """In the place of `cuda._Kernels`: what the calls of a forward and a backward pass launch."""
 
-    def __init__(self, cuda: Any) -> None:
-        self.tiles = cuda._Tiles()
+    def __init__(self) -> None:
         self.launches: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -36,7 +36,7 @@ class _Recorder:
 def _launches(channels: int, masked: bool, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The launches of a call on tensors that the kernels never see."""
     cuda = importlib.import_module(f"{PACKAGE}.cuda")
-    recorder, n = _Recorder(cuda), 9
+    recorder, n = _Recorder(), 9
     monkeypatch.setattr(cuda, "_kernels", lambda: recorder)
     monkeypatch.setattr(cuda, "_sm_count", lambda index: 132)
     monkeypatch.setattr(cuda, "current_stream", lambda index: 0)
@@ -55,6 +55,7 @@ def _compile(name: str, launch: tuple[tuple[Any, ...], dict[str, Any], dict[str,
     from triton.compiler import compile as triton_compile
     from triton.experimental.gluon._runtime import GluonASTSource
 
+    description = importlib.import_module(f"{PACKAGE}.launch_kernels").description
     arguments, constants, options = launch
     modules = [importlib.import_module(f"{PACKAGE}.{file}") for file in MODULES]
     function = next(getattr(module, name) for module in modules if hasattr(module, name))
@@ -70,8 +71,9 @@ def _compile(name: str, launch: tuple[tuple[Any, ...], dict[str, Any], dict[str,
             signature[parameter.name] = kinds[argument.dtype]
             if not parameter.do_not_specialize:
                 attributes[(index,)] = [["tt.divisibility", 16]]
-        elif hasattr(argument, "block_shape"):
-            signature[parameter.name] = f"tensordesc<bf16{argument.block_shape},{argument.layout!r}>"
+        elif isinstance(argument, tuple):
+            described = description(argument)
+            signature[parameter.name] = f"tensordesc<bf16{described.block_shape},{described.layout!r}>"
         else:
             signature[parameter.name] = "fp32" if isinstance(argument, float) else "i32"
     compiled = triton_compile(GluonASTSource(function, signature, values, attributes), target=GPUTarget("cuda", 90, 32), options=options)
@@ -97,6 +99,42 @@ def test_kernels_compile_for_hopper(name: str, channels: int, masked: bool, tmp_
     assert "C75" not in report, report  # wgmma serialised
     spilled = max(map(int, re.findall(r"(\d+) bytes spill stores", report)))
     assert spilled <= 200, report
+
+
+def test_launches_encode_what_triton_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past Triton's wrapper, the launcher is given what the wrapper would have given it; a description is encoded once."""
+    from triton.backends.nvidia import driver
+
+    launch_kernels = importlib.import_module(f"{PACKAGE}.launch_kernels")
+    launched, encodings = [], []
+
+    def encode(described: Any, metadata: Any) -> list[Any]:
+        encodings.append(metadata)
+        return [(described.base.data_ptr(), metadata), *described.shape, *described.strides]
+
+    class Run:
+        def __init__(self, signature: dict[int, str], metadata: list[str]) -> None:
+            self.launch = driver.wrap_handle_tensordesc(lambda *given: launched.append(given), signature, metadata)
+
+        def __call__(self, *given: Any) -> None:
+            self.launch(*given)
+
+    class Compiled:
+        function, packed_metadata = "function", "packed"
+
+        def __init__(self, run: Run, metadata: list[str]) -> None:
+            self.run, self.metadata = run, types.SimpleNamespace(tensordesc_meta=metadata)
+
+    monkeypatch.setattr(driver, "make_tensordesc_arg", encode)
+    first, second = torch.empty(4, 8), torch.empty(4, 8)
+    box = launch_kernels.Box((4, 8), (8, 1), (4, 8))
+    compiled = Compiled(Run({0: "tensordesc<x>", 1: "*fp32", 2: "tensordesc<x>", 3: "i32"}, ["m0", "m1"]), ["m0", "m1"])
+    launch = launch_kernels._Compiled(compiled, {"C": 7})
+    for _ in range(2):
+        launch((1, 2, 3), ((first, box), second, (second, box), 5), 11)
+    expected = [(first.data_ptr(), "m0"), 4, 8, 8, 1, second.data_ptr(), (second.data_ptr(), "m1"), 4, 8, 8, 1, 5, 7]
+    assert launched == [(1, 2, 3, 11, "function", "packed", None, None, None, *expected)] * 2
+    assert encodings == ["m0", "m1"]
 
 
 INTERPRETED = """
