@@ -351,6 +351,7 @@ def main() -> None:
     torch.cuda.current_device = lambda: None  # type: ignore[assignment, return-value]
     empty = torch.empty
     torch.empty = lambda *shape, **kwargs: empty(*shape, **kwargs).fill_(torch.nan)  # type: ignore[assignment]
+    torch.empty_like = lambda other, **kwargs: empty(other.shape, dtype=other.dtype).fill_(torch.nan)  # type: ignore[assignment]
     cases = (
         (37, 128, 1, None, True, 2),
         (70, 96, 2, torch.bool, False, 7),

@@ -205,7 +205,8 @@ def forward(
     call = _Call(z, mask, weights)
     n, channels, device, geometry = call.n, call.channels, z.device, call.geometry
     shape = geometry.operand_shape
-    a, b = (torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
+    a = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    b = torch.empty_like(a)
     x = torch.empty(shape, dtype=X_DTYPE, device=device)
     out = torch.empty(z.shape, dtype=torch.bfloat16, device=device)
 
@@ -249,8 +250,10 @@ def backward(
     a, b, x = (tensor.reshape(shape) for tensor in (a, b, x))
     if x.data_ptr() % 16:
         x = x.clone()
-    dx, da, db, spare = (torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in range(4))
-    dy, d_gate, dz = (torch.empty(z.shape, dtype=torch.bfloat16, device=device) for _ in range(3))
+    dx = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    da, db, spare = torch.empty_like(dx), torch.empty_like(dx), torch.empty_like(dx)
+    dy = torch.empty(z.shape, dtype=torch.bfloat16, device=device)
+    d_gate, dz = torch.empty_like(dy), torch.empty_like(dy)
     statistics = torch.empty(geometry.statistics, dtype=torch.float32, device=device)
 
     pairs, matrices, rows = _boxed_pairs(z), call.matrices, geometry.rows
@@ -301,7 +304,7 @@ def _weight_gradients(
     constants = {**geometry.constants, "STAGES": _STAGES}
     kernels.weight_gradients(call.key, (2 * (wide + narrow), 1, 1), arguments, constants, _SUMMING, call.stream)
 
-    gradients = tuple(torch.empty(weight.shape, dtype=weight.dtype, device=call.device) for weight in weights)
+    gradients = tuple([torch.empty_like(weight, memory_format=torch.contiguous_format) for weight in weights])
     niw, nib, a_p, a_g, b_p, b_g, now, nob, projection, gate = gradients
     constants = {**geometry.constants, "SLAB": _SLAB}
     arguments = (matrices, sums, call.packed, call.vectors, norm_partials, a_p, a_g, b_p, b_g, projection, gate, wide, narrow)

@@ -84,7 +84,7 @@ class _Compiled:
     def __init__(self, compiled: Any, constants: dict[str, Any]) -> None:
         self.run = unwrapped(compiled.run)
         self.function, self.packed = compiled.function, compiled.packed_metadata
-        self.metadata = getattr(compiled.metadata, "tensordesc_meta", None)
+        self.metadata: Any = getattr(compiled.metadata, "tensordesc_meta", None)
         self.values = tuple(constants.values())
 
     def __call__(self, grid: tuple[int, int, int], arguments: tuple[Any, ...], stream: int) -> None:
