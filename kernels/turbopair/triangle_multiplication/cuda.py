@@ -9,36 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .contract import X_DTYPE, pitch
-from .launch_kernels import LIMIT, Kernel, current_stream
+from .launch_kernels import LIMIT, Box, Boxed, Kernel, current_stream
 
-_ALIGNMENT = 8  # elements of bf16: 16 bytes, what the vector loads need of base addresses and strides
+_ALIGNMENT = 8  # elements of bf16: 16 bytes, what bulk copies need of base addresses and strides
+_FAR = 2**39  # elements of bf16: strides of bulk copies are below 2^40 bytes
+_BLOCK = 64  # columns a tile
 
-
-class Launch(NamedTuple):
-    """How a kernel is launched: columns a tile, warps (of a stream), streams a CTA, CTAs a multiprocessor (grids are persistent)."""
-
-    block: int
-    warps: int
-    streams: int
-    residents: int
-    registers: int | None = None  # at most so many a thread, where the compiler would take more than `residents` allow
-
-    @property
-    def options(self) -> dict[str, int | None]:
-        return {"num_warps": self.warps, "maxnreg": self.registers}
-
-
-INPUT_FORWARD = Launch(64, 8, 2, 1)
-OUTPUT_FORWARD = Launch(64, 4, 1, 2)
-OUTPUT_BACKWARD = Launch(64, 4, 2, 1)
-INPUT_BACKWARD = Launch(64, 4, 2, 1)
-WEIGHT_GRADIENTS = Launch(64, 8, 1, 1)
+# Streams a CTA: groups of four warps that work on different tiles. One CTA a multiprocessor, grids are persistent.
+INPUT_FORWARD = 3
+OUTPUT_FORWARD = 3
+OUTPUT_BACKWARD = 2
+INPUT_BACKWARD = 2
+_STREAM = {"num_warps": 4}
+_SUMMING = {"num_warps": 8}
+_PACKING = {"num_warps": 8}
+_REDUCING = {"num_warps": 4}
 _STAGES = 4
 _SLAB = 32
 
@@ -46,7 +37,8 @@ _SLAB = 32
 @lru_cache(maxsize=1)
 def _missing() -> str | None:
     try:
-        from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma  # noqa: F401
+        from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma  # noqa: F401
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: F401
     except ImportError as error:
         return (
             f"triangle multiplication's kernels need Gluon of Triton 3.6 or 3.7, which cannot be imported ({error}):"
@@ -74,15 +66,11 @@ def _sm_count(device_index: int) -> int:
 def _ready(x: Tensor) -> Tensor:
     """`x` itself when the kernels can read it in place, else a contiguous copy."""
     b, i, j, c = x.stride()
-    # Strides are passed in units of 8 elements as 32-bit integers, as are offsets within a tile of at most 128 columns.
-    if c != 1 or (b | i | j) % _ALIGNMENT or x.data_ptr() % 16 or max(b, i) > _ALIGNMENT * LIMIT or 128 * j > LIMIT:
+    if c != 1 or (b | i | j) % _ALIGNMENT or x.data_ptr() % 16 or max(b, i, j) >= _FAR:
         return x.clone(memory_format=torch.contiguous_format)
+    if not (b and i and j) and any(size > 1 and stride == 0 for size, stride in zip(x.shape, (b, i, j), strict=False)):
+        return x.clone(memory_format=torch.contiguous_format)  # repeated elements
     return x
-
-
-def _place(x: Tensor) -> tuple[int, int, int]:
-    b, i, j, _ = x.stride()
-    return b // _ALIGNMENT, i // _ALIGNMENT, j // _ALIGNMENT
 
 
 class _Kernels:
@@ -106,6 +94,53 @@ def _kernels() -> _Kernels:
     return _Kernels()
 
 
+class _Geometry:
+    """What follows from B, N and C: sizes, boxes of contiguous tensors, compile-time constants."""
+
+    def __init__(self, batch: int, n: int, channels: int) -> None:
+        padded = 64 if channels <= 64 else 128
+        self.padded, self.pitch = padded, pitch(n)
+        lines, width = batch * n, self.pitch
+        self.operand_shape = batch, n, channels, width
+        per_row = -(-n // _BLOCK)
+        self.sizes = lines * per_row, per_row, n  # tiles, tiles a row, N
+        self.statistics = 4 * lines * n
+
+        def rows(block: int, width: int) -> Box:
+            return Box((lines, n, channels), (n * channels, channels, 1), (1, block, width))
+
+        def planes(height: int, block: int) -> Box:
+            return Box((lines, channels, width), (channels * width, width, 1), (1, height, block))
+
+        self.matrices = Box((6 * padded, padded), (padded, 1), (padded, padded))
+        self.rows, self.rows_long = rows(_BLOCK, 64), rows(2 * _BLOCK, padded)
+        self.planes_32, self.planes_64 = planes(32, _BLOCK), planes(64, _BLOCK)
+        self.planes, self.planes_long = planes(padded, _BLOCK), planes(padded, 2 * _BLOCK)
+        self.constants = {"C": channels, "CP": padded}
+
+
+@lru_cache(maxsize=256)
+def _geometry(batch: int, n: int, channels: int) -> _Geometry:
+    return _Geometry(batch, n, channels)
+
+
+@lru_cache(maxsize=256)
+def _pairs(shape: tuple[int, ...], strides: tuple[int, ...], block: int) -> Box:
+    """Tiles of a tensor [B, N, N, C] of any strides; a stride of zero is that of a dimension of one element."""
+    return Box(shape, tuple(stride or _ALIGNMENT for stride in strides), (1, 1, block, 64 if shape[3] <= 64 else 128))
+
+
+def _boxed_pairs(tensor: Tensor, block: int = _BLOCK) -> Boxed:
+    return tensor, _pairs(tensor.shape, tensor.stride(), block)
+
+
+@lru_cache(maxsize=64)
+def _constants(channels: int, padded: int, streams: int, masked: bool | None) -> dict[str, Any]:
+    """Compile-time constants of a kernel over all tiles, in the order of its parameters; masked is None for one without a mask."""
+    mask = {} if masked is None else {"HAS_MASK": masked}
+    return {"C": channels, "CP": padded, **mask, "STREAMS": streams}
+
+
 class _Call:
     """What the kernels of one call share: sizes, keys, the packed weights."""
 
@@ -116,43 +151,36 @@ class _Call:
         self.sms = _sm_count(index)
         self.stream = current_stream(index)
         self.batch, self.n, _, channels = z.shape
-        self.pitch = pitch(self.n)
-        padded = 64 if channels <= 64 else 128
-        self.channels = {"C": channels, "CP": padded}
+        self.geometry = geometry = _geometry(self.batch, self.n, channels)
+        self.channels = channels
         self.mask = z if mask is None else mask
         self.mask_place = (0, 0, 0) if mask is None else mask.stride()
-        self.place = _place(z)
         large = max(self.batch * self.n * self.n, *self.mask_place) > LIMIT
         self.key = None if large else (index, channels, None if mask is None else mask.dtype)
         self.masked = mask is not None
 
         weights = [weight if weight.is_contiguous() else weight.contiguous() for weight in weights]
         self.weights_key = (index, channels, *[weight.dtype for weight in weights])
-        self.packed = torch.empty(6 * padded * padded, dtype=torch.bfloat16, device=z.device)
+        padded = geometry.padded
+        self.packed = torch.empty((6 * padded, padded), dtype=torch.bfloat16, device=z.device)
         self.vectors = torch.empty(4 * padded, dtype=torch.float32, device=z.device)
-        arguments = (*weights, self.packed, self.vectors)
-        self.kernels.pack_weights(self.weights_key, (7, 1, 1), arguments, self.channels, {"num_warps": 8}, self.stream)
+        self.matrices = self.packed, geometry.matrices
+        self.kernels.pack_weights(
+            self.weights_key, (7, 1, 1), (*weights, self.packed, self.vectors), geometry.constants, _PACKING, self.stream
+        )
 
     def clear_padding(self, tensor: Tensor) -> None:
         """Zero columns N to P, which a product of N columns leaves as they were."""
-        if self.pitch != self.n:
+        if self.geometry.pitch != self.n:
             tensor[..., self.n :].zero_()
 
-    def tiles(self, launch: Launch) -> tuple[int, int, int, int]:
-        """Tiles, tiles a row, N, and the pitch in units of 8."""
-        per_row = -(-self.n // launch.block)
-        return self.batch * self.n * per_row, per_row, self.n, self.pitch // 8
-
-    def run(self, kernel: Kernel, launch: Launch, arguments: tuple[Any, ...], sizes: tuple[int, ...], *, masked: bool = False) -> None:
+    def run(self, kernel: Kernel, streams: int, arguments: tuple[Any, ...], *, masked: bool = False) -> None:
         """Launch a kernel over all tiles."""
-        tiles = self.tiles(launch)
-        ctas = min(self.sms * launch.residents, -(-tiles[0] // launch.streams))
-        constants = {**self.channels, "BM": launch.block, "WARPS": launch.warps}
-        if masked:
-            constants["HAS_MASK"] = self.masked
-        if launch.streams > 1:
-            constants["STREAMS"] = launch.streams
-        kernel(self.key, (ctas, 1, 1), (*arguments, *tiles, *self.place, *sizes), constants, launch.options, self.stream)
+        sizes = self.geometry.sizes
+        constants = _constants(self.channels, self.geometry.padded, streams, self.masked if masked else None)
+        place = self.mask_place if masked else ()
+        ctas = min(self.sms, -(-sizes[0] // streams))
+        kernel(self.key, (ctas, 1, 1), (*arguments, *sizes, *place), constants, _STREAM, self.stream)
 
 
 def _matrices(tensor: Tensor) -> Tensor:
@@ -175,24 +203,28 @@ def forward(
             return forward(z, mask, weights, outgoing, eps, save)
     z = _ready(z)
     call = _Call(z, mask, weights)
-    n, channels, device = call.n, z.shape[-1], z.device
-    shape = (call.batch, n, channels, call.pitch)
-    a, b = (torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
+    n, channels, device, geometry = call.n, call.channels, z.device, call.geometry
+    shape = geometry.operand_shape
+    a = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    b = torch.empty_like(a)
     x = torch.empty(shape, dtype=X_DTYPE, device=device)
     out = torch.empty(z.shape, dtype=torch.bfloat16, device=device)
 
-    arguments = (z, call.mask, call.packed, call.vectors, a, b, float(eps))
-    call.run(call.kernels.input_forward, INPUT_FORWARD, arguments, call.mask_place, masked=True)
+    eps, box = float(eps), geometry.planes_64
+    pairs = _boxed_pairs(z)
+    arguments: tuple[Any, ...] = (pairs, (a, box), (b, box), call.mask, call.matrices, call.vectors, eps)
+    call.run(call.kernels.input_forward, INPUT_FORWARD, arguments, masked=True)
     am, bm, xm = _matrices(a), _matrices(b), _matrices(x)
     if outgoing:
         _product(xm[..., :n], am, bm.mT)
         call.clear_padding(x)
     else:
         _product(xm, am[..., :n].mT, bm)
-    call.run(call.kernels.output_forward, OUTPUT_FORWARD, (z, x, call.packed, call.vectors, out, float(eps)), ())
+    arguments = (pairs, (x, geometry.planes), (out, geometry.rows), call.matrices, call.vectors, eps)
+    call.run(call.kernels.output_forward, OUTPUT_FORWARD, arguments)
     if not save:
         return out, z.new_empty(0), z.new_empty(0), torch.empty(0, dtype=X_DTYPE, device=device)
-    shown = (call.batch, channels, n, call.pitch)
+    shown = (call.batch, channels, n, geometry.pitch)
     return out, a.view(shown), b.view(shown), x.view(shown)
 
 
@@ -213,17 +245,21 @@ def backward(
             return backward(dout, z, mask, weights, a, b, x, outgoing, eps)
     z, dout = _ready(z), _ready(dout)
     call = _Call(z, mask, weights)
-    kernels, n, channels, device = call.kernels, call.n, z.shape[-1], z.device
-    shape = (call.batch, n, channels, call.pitch)
+    kernels, n, device, geometry = call.kernels, call.n, z.device, call.geometry
+    shape = geometry.operand_shape
     a, b, x = (tensor.reshape(shape) for tensor in (a, b, x))
     if x.data_ptr() % 16:
         x = x.clone()
-    dx, da, db, spare = (torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in range(4))
-    dy, d_gate, dz = (torch.empty(z.shape, dtype=torch.bfloat16, device=device) for _ in range(3))
-    statistics = torch.empty(4 * call.batch * n * n, dtype=torch.float32, device=device)
+    dx = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    da, db, spare = torch.empty_like(dx), torch.empty_like(dx), torch.empty_like(dx)
+    dy = torch.empty(z.shape, dtype=torch.bfloat16, device=device)
+    d_gate, dz = torch.empty_like(dy), torch.empty_like(dy)
+    statistics = torch.empty(geometry.statistics, dtype=torch.float32, device=device)
 
-    arguments: tuple[Any, ...] = (dout, z, x, call.packed, call.vectors, statistics, dx, dy, d_gate, float(eps))
-    call.run(kernels.output_backward, OUTPUT_BACKWARD, arguments, _place(dout))
+    pairs, matrices, rows = _boxed_pairs(z), call.matrices, geometry.rows
+    arguments: tuple[Any, ...] = (_boxed_pairs(dout), pairs, (x, geometry.planes), (dx, geometry.planes_64), (dy, rows), (d_gate, rows))
+    arguments += (matrices, call.vectors, statistics, float(eps))
+    call.run(kernels.output_backward, OUTPUT_BACKWARD, arguments)
     am, bm, dxm, dam, dbm = (_matrices(tensor) for tensor in (a, b, dx, da, db))
     if outgoing:
         _product(dam, dxm[..., :n], bm)
@@ -233,8 +269,9 @@ def backward(
         call.clear_padding(da)
         _product(dbm, am[..., :n], dxm)
     pre = (da, dx, db, spare)  # d_p takes the place of its operand's gradient, one d_g that of dx
-    arguments = (z, call.mask, statistics, call.packed, call.vectors, da, db, d_gate, *pre, dz)
-    call.run(kernels.input_backward, INPUT_BACKWARD, arguments, call.mask_place, masked=True)
+    box = geometry.planes_32
+    arguments = (pairs, _boxed_pairs(d_gate), (da, box), (db, box), (da, box), (dx, box), (db, box), (spare, box), (dz, rows))
+    call.run(kernels.input_backward, INPUT_BACKWARD, (*arguments, call.mask, statistics, matrices, call.vectors), masked=True)
     return dz, _weight_gradients(call, z, x, statistics, pre, d_gate, dy, weights)
 
 
@@ -255,20 +292,22 @@ def _weight_gradients(
     weights: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
     """The ten weight gradients: sums of a fixed set of tiles a CTA, added in a fixed order."""
-    kernels, launch, channels = call.kernels, WEIGHT_GRADIENTS, z.shape[-1]
-    tiles = call.tiles(launch)
+    kernels, channels, geometry = call.kernels, call.channels, call.geometry
+    tiles = geometry.sizes
     wide, narrow = (min(ctas, tiles[0]) for ctas in _shares(call.sms))
     slots, matrix = 4 * wide + 2 * narrow, channels * channels
     counts = (slots * matrix, slots * channels, 12 * matrix)
     matrices, sums, norm_partials = torch.empty(sum(counts), dtype=torch.float32, device=call.device).split(counts)
-    arguments = (z, x, statistics, *pre, d_gate, dy, matrices, sums, *tiles, *call.place, wide, narrow)
-    constants = {**call.channels, "BM": launch.block, "WARPS": launch.warps, "STAGES": _STAGES}
-    kernels.weight_gradients(call.key, (2 * (wide + narrow), 1, 1), arguments, constants, launch.options, call.stream)
+    box, rows = geometry.planes, geometry.rows_long
+    arguments: tuple[Any, ...] = (_boxed_pairs(z), *[(tensor, box) for tensor in pre], _boxed_pairs(z, 2 * _BLOCK))
+    arguments += ((x, geometry.planes_long), (d_gate, rows), (dy, rows), statistics, matrices, sums, *tiles, wide, narrow)
+    constants = {**geometry.constants, "STAGES": _STAGES}
+    kernels.weight_gradients(call.key, (2 * (wide + narrow), 1, 1), arguments, constants, _SUMMING, call.stream)
 
-    gradients = tuple(torch.empty(weight.shape, dtype=weight.dtype, device=call.device) for weight in weights)
+    gradients = tuple([torch.empty_like(weight, memory_format=torch.contiguous_format) for weight in weights])
     niw, nib, a_p, a_g, b_p, b_g, now, nob, projection, gate = gradients
-    constants = {**call.channels, "SLAB": _SLAB}
+    constants = {**geometry.constants, "SLAB": _SLAB}
     arguments = (matrices, sums, call.packed, call.vectors, norm_partials, a_p, a_g, b_p, b_g, projection, gate, wide, narrow)
-    kernels.reduce_matrices(call.weights_key, (channels, 6, 1), arguments, constants, {"num_warps": 4}, call.stream)
-    kernels.reduce_norms(call.weights_key, (4, 1, 1), (norm_partials, niw, nib, now, nob), constants, {"num_warps": 4}, call.stream)
+    kernels.reduce_matrices(call.weights_key, (channels, 6, 1), arguments, constants, _REDUCING, call.stream)
+    kernels.reduce_norms(call.weights_key, (4, 1, 1), (norm_partials, niw, nib, now, nob), constants, _REDUCING, call.stream)
     return gradients

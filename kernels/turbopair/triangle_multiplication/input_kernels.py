@@ -1,73 +1,55 @@
 # mypy: disable-error-code="no-untyped-def"
 """The side of z: LayerNorm, the four projections with their gates and the mask, and the gradients of all of it.
 
-`z` [B, N, N, C] bf16 with any strides that are multiples of 8; operands of the product [B, C, N, P] bf16, P = N rounded up to a multiple of
+`z` [B, N, N, C] bf16 of any strides that are multiples of 8; operands of the product [B, C, N, P] bf16, P = N rounded up to a multiple of
 8, columns N to P zero. `packed` and `vectors`: see `weight_kernels.pack_weights`. CTAs are persistent: each keeps the weights in shared
-memory and takes every n-th tile.
+memory, and its streams take every n-th tile.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from .common_kernels import (
-    affine_rows,
-    channel_guard,
-    channel_tile,
-    channels_layout,
-    channels_product,
+from .tile_kernels import (
+    BM,
+    affine,
+    barriers,
+    fetch,
+    halves,
+    inside,
     layer_norm_backward,
+    left_layout,
     load_mask,
-    load_operands,
+    load_matrices,
     load_statistics,
     load_vector,
     normalise,
     opaque_zero,
-    operand_layout,
-    prefetch_rows,
-    row_guard,
-    row_tile,
-    rows_layout,
-    rows_product,
     sigmoid,
     stream_registers,
+    sums_layout,
     tile_place,
 )
 
-_SIZES = ["tiles", "tiles_per_row", "n", "pitch8", "z_batch8", "z_row8", "z_column8", "mask_batch", "mask_row", "mask_column", "mask"]
+_SIZES = ["tiles", "tiles_per_row", "n", "mask_batch", "mask_row", "mask_column", "mask"]
 
 
 @gluon.jit
-def _forward_operand(
-    zn,
-    w_p,
-    w_g,
-    staging,
-    pointer,
-    pitch,
-    columns,
-    keep,
-    C: gl.constexpr,
-    BM: gl.constexpr,
-    WARPS: gl.constexpr,
-    HAS_MASK: gl.constexpr,
-):
-    """One operand of the product for a tile, PART channels at a time: projection, gate, mask; through shared memory to memory."""
-    PART: gl.constexpr = staging.shape[0]
-    CP: gl.constexpr = w_p.shape[0]
-    PRODUCT: gl.constexpr = channels_product(PART, BM, WARPS)
-    CHANNELS: gl.constexpr = channels_layout(BM, WARPS)
-    zero = gl.zeros([PART, BM], gl.float32, layout=PRODUCT)
-    for part in gl.static_range(CP // PART):
-        p = warpgroup_mma(w_p.slice(part * PART, PART, 0), zn.permute((1, 0)), zero, use_acc=False, is_async=True)
-        g = warpgroup_mma(w_g.slice(part * PART, PART, 0), zn.permute((1, 0)), zero, use_acc=False, is_async=True)
-        p, g = warpgroup_mma_wait(0, deps=[p, g])
-        value = p * sigmoid(g)
-        if HAS_MASK:
-            value = value * keep[None, :]
-        staging.store(value.to(gl.bfloat16))
-        guard = channel_guard(columns, C - part * PART, PART, BM, CHANNELS)
-        gl.store(channel_tile(pointer + part * PART * pitch, pitch, PART, BM, CHANNELS), staging.load(CHANNELS), mask=guard)
+def _weights(w, at, PART: gl.constexpr, PARTS: gl.constexpr, SIZE: gl.constexpr):
+    """Projection and gate of SIZE channels: PARTS parts of a, then of b."""
+    w_p = w.index(at + PART // PARTS * 2).slice(PART % PARTS * SIZE, SIZE, 0)
+    w_g = w.index(at + PART // PARTS * 2 + 1).slice(PART % PARTS * SIZE, SIZE, 0)
+    return w_p, w_g
+
+
+@gluon.jit
+def _projections(left, w, at, PART: gl.constexpr, PARTS: gl.constexpr, SIZE: gl.constexpr):
+    """Start their products with LN(z)."""
+    zero = gl.zeros([BM, SIZE], gl.float32, layout=sums_layout(SIZE))
+    w_p, w_g = _weights(w, at, PART, PARTS, SIZE)
+    p = warpgroup_mma(left, w_p.permute((1, 0)), zero, use_acc=False, is_async=True)
+    g = warpgroup_mma(left, w_g.permute((1, 0)), zero, use_acc=False, is_async=True)
+    return p, g
 
 
 @gluon.jit
@@ -75,165 +57,118 @@ def _forward_stream(
     STREAM: gl.constexpr,
     STREAMS: gl.constexpr,
     z,
-    mask,
-    vectors,
     a,
     b,
+    mask,
     w,
+    norm_weight,
+    norm_bias,
+    arrivals,
     eps,
     tiles,
     tiles_per_row,
     n,
-    pitch8,
-    z_batch8,
-    z_row8,
-    z_column8,
     mask_batch,
     mask_row,
     mask_column,
     C: gl.constexpr,
     CP: gl.constexpr,
-    BM: gl.constexpr,
-    WARPS: gl.constexpr,
     HAS_MASK: gl.constexpr,
 ):
-    """The tiles of one group of warps."""
-    ROWS: gl.constexpr = rows_layout(CP, WARPS)
-    PART: gl.constexpr = 64 if WARPS == 4 or CP == 64 else 128
-    PRODUCT: gl.constexpr = channels_product(PART, BM, WARPS)
-    pitch = pitch8 * 8
-    start = gl.program_id(0) * STREAMS + STREAM
+    """The tiles of one stream."""
+    LEFT: gl.constexpr = left_layout(64)
+    PAIRS: gl.constexpr = gl.SliceLayout(1, sums_layout(64))
+    PARTS: gl.constexpr = CP // 64
     step = gl.num_programs(0) * STREAMS
-    zn = gl.allocate_shared_memory(gl.bfloat16, [BM, CP], operand_layout())
-    staging = gl.allocate_shared_memory(gl.bfloat16, [PART, BM], operand_layout())
+    start = gl.program_id(0) * STREAMS + STREAM
+    arrived = arrivals.index(STREAM)
+    landing = gl.allocate_shared_memory(gl.bfloat16, [1, 1, BM, CP], z.layout)
+    staging = gl.allocate_shared_memory(gl.bfloat16, [2, 1, 64, BM], a.layout)
+    batch, row, first = tile_place(start, tiles_per_row, n)
+    fetch(z, [batch, row, first, 0], arrived, landing, start < tiles)
+    phase = 0
+    mbarrier.wait(arrivals.index(STREAMS), 0)  # the weights
     for tile in range(start, tiles, step):
         at = opaque_zero(tile)
-        batch, row, first = tile_place(tile, tiles_per_row, n, BM)
-        place = batch * z_batch8 + row * z_row8 + first.to(gl.int64) * z_column8
-        x = gl.load(row_tile(z + place * 8, z_column8 * 8, CP, BM, ROWS), mask=row_guard(n - first, C, CP, BM, ROWS), other=0.0)
-        nw = load_vector(vectors, 0, CP, gl.SliceLayout(0, ROWS))
-        nb = load_vector(vectors, 1, CP, gl.SliceLayout(0, ROWS))
-        xhat, _, _ = normalise(x.to(gl.float32), eps, 1, C, CP)
-        t = affine_rows(xhat, nw, nb)
+        batch, row, first = tile_place(tile, tiles_per_row, n)
+        if HAS_MASK:
+            keep = load_mask(mask, batch, row, first, n, mask_batch, mask_row, mask_column, PAIRS)
+        mbarrier.wait(arrived, phase)
+        phase = phase ^ 1
+        x = landing.reshape([BM, CP]).load(LEFT)
+        later = tile + step
+        batch_, row_, first_ = tile_place(later, tiles_per_row, n)
+        fetch(z, [batch_, row_, first_, 0], arrived, landing, later < tiles)
+        unit, _, _ = normalise(x.to(gl.float32), eps, C)
+        left = affine(unit, norm_weight, norm_bias)
         if not HAS_MASK:  # noqa: SIM102 (the outer one is decided at compile time)
             if n - first < BM:  # zero operands from column n on
-                t = gl.where(row_guard(n - first, CP, CP, BM, ROWS), t, 0.0)
-        zn.store(t)
-        fence_async_shared()
-        later = gl.where(tile + step < tiles, tile + step, tile)
-        batch_, row_, first_ = tile_place(later, tiles_per_row, n, BM)
-        place = batch_ * z_batch8 + row_ * z_row8 + first_.to(gl.int64) * z_column8
-        prefetch_rows(z + place * 8, z_column8 * 8, n - first_, C, BM, WARPS)
-        keep = load_mask(mask, batch * mask_batch + row * mask_row, mask_column, first, n, BM, HAS_MASK, gl.SliceLayout(0, PRODUCT))
-        base = (batch * n + row) * C * pitch + first
-        _forward_operand(zn, w.index(at), w.index(at + 1), staging, a + base, pitch, pitch - first, keep, C, BM, WARPS, HAS_MASK)
-        _forward_operand(zn, w.index(at + 2), w.index(at + 3), staging, b + base, pitch, pitch - first, keep, C, BM, WARPS, HAS_MASK)
+                left = gl.where(inside(n - first, gl.SliceLayout(1, LEFT))[:, None], left, 0.0)
+        p, g = _projections(left, w, at, 0, PARTS, 64)
+        for part in gl.static_range(2 * PARTS):
+            p, g = warpgroup_mma_wait(0, deps=[p, g])
+            value = p * sigmoid(g)
+            if HAS_MASK:
+                value = value * keep[:, None]
+            value = value.to(gl.bfloat16)
+            leaving = staging.index(at + part % 2)
+            tma.store_wait(1)  # what left from here before
+            leaving.reshape([64, BM]).permute((1, 0)).store(value)
+            if part + 1 < 2 * PARTS:  # under way while this part leaves
+                p, g = _projections(left, w, at, part + 1, PARTS, 64)
+            fence_async_shared()
+            if part < PARTS:
+                tma.async_copy_shared_to_global(a, [batch * n + row, part * 64, first], leaving)
+            else:
+                tma.async_copy_shared_to_global(b, [batch * n + row, (part - PARTS) * 64, first], leaving)
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=_SIZES)
 def input_forward(
     z,
+    a,
+    b,
     mask,
     packed,
     vectors,
-    a,
-    b,
     eps,
     tiles,
     tiles_per_row,
     n,
-    pitch8,
-    z_batch8,
-    z_row8,
-    z_column8,
     mask_batch,
     mask_row,
     mask_column,
     C: gl.constexpr,
     CP: gl.constexpr,
-    BM: gl.constexpr,
-    WARPS: gl.constexpr,
     HAS_MASK: gl.constexpr,
     STREAMS: gl.constexpr,
 ):
-    """a and b, channel-major. Groups of warps take tiles in turn: one's products run while others normalise, gate and store."""
-    w = load_operands(packed, 0, 4, CP, WARPS)
-    REGISTERS: gl.constexpr = stream_registers(STREAMS, WARPS)
+    """a and b, channel-major. Streams take tiles in turn: one's products run while others normalise, gate and store."""
+    norm_weight, norm_bias = load_vector(vectors, 0, CP), load_vector(vectors, 1, CP)
+    arrivals = barriers(STREAMS + 1)
+    fence_async_shared()
+    w = load_matrices(packed, 0, 4, CP, arrivals.index(STREAMS))
+    R: gl.constexpr = stream_registers(STREAMS)
+    gl.static_assert(STREAMS == 3)
     gl.warp_specialize(
         [
             (_forward_stream, (
-                gl.constexpr(0), STREAMS, z, mask, vectors, a, b, w, eps, tiles, tiles_per_row, n, pitch8, z_batch8, z_row8, z_column8,
-                mask_batch, mask_row, mask_column, C, CP, BM, WARPS, HAS_MASK,
+                gl.constexpr(0), STREAMS, z, a, b, mask, w, norm_weight, norm_bias, arrivals, eps, tiles, tiles_per_row, n,
+                mask_batch, mask_row, mask_column, C, CP, HAS_MASK,
             )),
             (_forward_stream, (
-                gl.constexpr(1), STREAMS, z, mask, vectors, a, b, w, eps, tiles, tiles_per_row, n, pitch8, z_batch8, z_row8, z_column8,
-                mask_batch, mask_row, mask_column, C, CP, BM, WARPS, HAS_MASK,
+                gl.constexpr(1), STREAMS, z, a, b, mask, w, norm_weight, norm_bias, arrivals, eps, tiles, tiles_per_row, n,
+                mask_batch, mask_row, mask_column, C, CP, HAS_MASK,
+            )),
+            (_forward_stream, (
+                gl.constexpr(2), STREAMS, z, a, b, mask, w, norm_weight, norm_bias, arrivals, eps, tiles, tiles_per_row, n,
+                mask_batch, mask_row, mask_column, C, CP, HAS_MASK,
             )),
         ],
-        [WARPS],
-        [REGISTERS],
+        [4, 4],
+        [R, R],
     )  # fmt: skip
-
-
-@gluon.jit
-def _load_gradient(source, pitch, columns, C: gl.constexpr, PART: gl.constexpr, BM: gl.constexpr, L: gl.constexpr):
-    """Channels of an operand's gradient."""
-    return gl.load(channel_tile(source, pitch, PART, BM, L), mask=channel_guard(columns, C, PART, BM, L), other=0.0)
-
-
-@gluon.jit
-def _half_gradients(
-    PART: gl.constexpr,
-    NEXT: gl.constexpr,
-    zn,
-    w_p,
-    w_g,
-    sp,
-    sg,
-    d,
-    dzn,
-    keep,
-    source,
-    d_p,
-    d_g,
-    pitch,
-    columns,
-    C: gl.constexpr,
-    BM: gl.constexpr,
-    WARPS: gl.constexpr,
-    HAS_MASK: gl.constexpr,
-):
-    """64 channels of one operand, from PART * 64 on: both pre-activations' gradients, to memory and into dzn.
-
-    `d` is the operand's gradient. Returns dzn and the gradient that comes next, from channel NEXT * 64 of `source` on (None: nothing).
-    """
-    SIZE: gl.constexpr = 64
-    UP: gl.constexpr = channels_product(SIZE, BM, WARPS)
-    CHANNELS: gl.constexpr = channels_layout(BM, WARPS)
-    zero = gl.zeros([SIZE, BM], gl.float32, layout=UP)
-    wp, wg = w_p.slice(PART * SIZE, SIZE, 0), w_g.slice(PART * SIZE, SIZE, 0)
-    p = warpgroup_mma(wp, zn.permute((1, 0)), zero, use_acc=False, is_async=True)
-    g = warpgroup_mma(wg, zn.permute((1, 0)), zero, use_acc=False, is_async=True)
-    # The sums of the half before read the buffers that are written now.
-    dzn = warpgroup_mma_wait(2, deps=[dzn])
-    sp.store(d)
-    if NEXT is not None:
-        d = _load_gradient(source + NEXT * SIZE * pitch, pitch, columns, C - NEXT * SIZE, SIZE, BM, CHANNELS)
-    df = sp.load(UP).to(gl.float32)
-    if HAS_MASK:
-        df = df * keep[None, :]
-    p, g = warpgroup_mma_wait(0, deps=[p, g])
-    s = sigmoid(g)
-    ds = df * s
-    sp.store(ds.to(gl.bfloat16))
-    sg.store((ds * p * (1.0 - s)).to(gl.bfloat16))
-    fence_async_shared()
-    dzn = warpgroup_mma(sp.permute((1, 0)), wp, dzn, is_async=True)
-    dzn = warpgroup_mma(sg.permute((1, 0)), wg, dzn, is_async=True)
-    guard = channel_guard(columns, C - PART * SIZE, SIZE, BM, CHANNELS)
-    gl.store(channel_tile(d_p + PART * SIZE * pitch, pitch, SIZE, BM, CHANNELS), sp.load(CHANNELS), mask=guard)
-    gl.store(channel_tile(d_g + PART * SIZE * pitch, pitch, SIZE, BM, CHANNELS), sg.load(CHANNELS), mask=guard)
-    return dzn, d
 
 
 @gluon.jit
@@ -241,118 +176,143 @@ def _backward_stream(
     STREAM: gl.constexpr,
     STREAMS: gl.constexpr,
     z,
-    mask,
-    statistics,
-    vectors,
+    d_gate,
     da,
     db,
-    d_gate,
     d_ap,
     d_ag,
     d_bp,
     d_bg,
     dz,
+    mask,
+    statistics,
     w,
+    norm_weight,
+    norm_bias,
+    arrivals,
     tiles,
     tiles_per_row,
     n,
-    pitch8,
-    z_batch8,
-    z_row8,
-    z_column8,
     mask_batch,
     mask_row,
     mask_column,
     C: gl.constexpr,
     CP: gl.constexpr,
-    BM: gl.constexpr,
-    WARPS: gl.constexpr,
     HAS_MASK: gl.constexpr,
 ):
-    """The tiles of one group of warps."""
-    HALVES: gl.constexpr = CP // 64
-    ROWS: gl.constexpr = rows_layout(CP, WARPS)
-    CHANNELS: gl.constexpr = channels_layout(BM, WARPS)
-    UP: gl.constexpr = channels_product(64, BM, WARPS)
-    DOWN: gl.constexpr = rows_product(CP, BM, WARPS)
-    rows = n.to(gl.int64) * n
+    """The tiles of one stream."""
+    SIZE: gl.constexpr = 32  # channels at a time: with 64 the registers do not suffice
+    ACC: gl.constexpr = sums_layout(SIZE)
+    WIDE: gl.constexpr = sums_layout(CP)
+    LEFT: gl.constexpr = left_layout(SIZE)
+    PARTS: gl.constexpr = CP // SIZE
     step = gl.num_programs(0) * STREAMS
-    zn = gl.allocate_shared_memory(gl.bfloat16, [BM, CP], operand_layout())
-    halves = gl.allocate_shared_memory(gl.bfloat16, [2, 64, BM], operand_layout())
-    sp, sg = halves.index(0), halves.index(1)
-    raw = halves._reinterpret(gl.bfloat16, [BM, CP], operand_layout())
-    for tile in range(gl.program_id(0) * STREAMS + STREAM, tiles, step):
+    start = gl.program_id(0) * STREAMS + STREAM
+    FIRST: gl.constexpr = 3 * STREAM
+    arrived = arrivals.index(FIRST)
+    landing = gl.allocate_shared_memory(gl.bfloat16, [1, 1, BM, CP], z.layout)  # z, then the gradient of the output gate
+    landings_d = gl.allocate_shared_memory(gl.bfloat16, [2, 1, SIZE, BM], da.layout)
+    staging = gl.allocate_shared_memory(gl.bfloat16, [2, 1, SIZE, BM], da.layout)
+    leaving_z = staging._reinterpret(gl.bfloat16, [1, BM, 64], dz.layout)
+    batch, row, first = tile_place(start, tiles_per_row, n)
+    fetch(z, [batch, row, first, 0], arrived, landing, start < tiles)
+    for part in gl.static_range(2):
+        fetch(da, [batch * n + row, part * SIZE, first], arrivals.index(FIRST + 1 + part), landings_d.index(part), start < tiles)
+    mbarrier.wait(arrivals.index(3 * STREAMS), 0)  # the weights
+    for tile in range(start, tiles, step):
         at = opaque_zero(tile)
-        pitch = (pitch8 + at) * 8  # likewise, or the addresses within a tile are kept
-        batch, row, first = tile_place(tile, tiles_per_row, n, BM)
-        line = batch * rows + row * n + first  # of [B, N, N] in order
-        base = (batch * n + row) * C * pitch + first
-        place = batch * z_batch8 + row * z_row8 + first.to(gl.int64) * z_column8
-        guard = row_guard(n - first, C, CP, BM, ROWS)
-        x = gl.load(row_tile(z + place * 8, (z_column8 + at) * 8, CP, BM, ROWS), mask=guard, other=0.0)
-        dg = gl.load(row_tile(d_gate + line * C, (C // 8 + at) * 8, CP, BM, ROWS), mask=guard, other=0.0)
-        d = _load_gradient(da + base, pitch, pitch - first, C, 64, BM, CHANNELS)
-        mean, rstd = load_statistics(statistics, line, n - first, BM, gl.SliceLayout(1, ROWS))
-        keep = load_mask(mask, batch * mask_batch + row * mask_row, mask_column, first, n, BM, HAS_MASK, gl.SliceLayout(0, UP))
-        # The gate's gradient goes first, through the buffer of LN(z); z itself through those of the halves, to the layout of dz.
-        zn.store(dg)
-        raw.store(x)
-        fence_async_shared()
-        dzn = warpgroup_mma(zn, w.index(at + 4), gl.zeros([BM, CP], gl.float32, layout=DOWN), use_acc=False, is_async=True)
-        nw = load_vector(vectors, 0, CP, gl.SliceLayout(0, ROWS))
-        nb = load_vector(vectors, 1, CP, gl.SliceLayout(0, ROWS))
-        t = affine_rows(x.to(gl.float32) * rstd[:, None] - (mean * rstd)[:, None], nw, nb)
-        x_down = raw.load(DOWN)
+        batch, row, first = tile_place(tile, tiles_per_row, n)
+        line = batch * n + row
+        mean, rstd = load_statistics(statistics, line.to(gl.int64) * n + first, n - first, gl.SliceLayout(1, LEFT))
+        if HAS_MASK:
+            keep = load_mask(mask, batch, row, first, n, mask_batch, mask_row, mask_column, gl.SliceLayout(1, ACC))
+        later = tile + step
+        batch_, row_, first_ = tile_place(later, tiles_per_row, n)
+        mbarrier.wait(arrived, 0)
+        raw = landing.reshape([BM, CP]).load(LEFT)
+        fetch(d_gate, [batch, row, first, 0], arrived, landing, True)
+        left = affine(raw.to(gl.float32) * rstd[:, None] - (mean * rstd)[:, None], norm_weight, norm_bias)
+        dzn = gl.zeros([BM, CP], gl.float32, layout=WIDE)
+        p, g = _projections(left, w, at, 0, PARTS, SIZE)
+        for part in gl.static_range(2 * PARTS):
+            arrived_d = arrivals.index(FIRST + 1 + part % 2)
+            landing_d = landings_d.index(at + part % 2)
+            mbarrier.wait(arrived_d, part // 2 % 2)
+            d = landing_d.reshape([SIZE, BM]).permute((1, 0)).load(ACC)
+            if part + 2 < PARTS:
+                fetch(da, [line, (part + 2) * SIZE, first], arrived_d, landing_d, True)
+            elif part + 2 < 2 * PARTS:
+                fetch(db, [line, (part + 2 - PARTS) * SIZE, first], arrived_d, landing_d, True)
+            else:
+                fetch(da, [batch_ * n + row_, (part + 2 - 2 * PARTS) * SIZE, first_], arrived_d, landing_d, later < tiles)
+            p, g, dzn = warpgroup_mma_wait(0, deps=[p, g, dzn])
+            if part == 1:  # the gate's gradient has been multiplied
+                fetch(z, [batch_, row_, first_, 0], arrived, landing, later < tiles)
+            s = sigmoid(g)
+            ds = d.to(gl.float32) * s
+            if HAS_MASK:
+                ds = ds * keep[:, None]
+            d_p = ds.to(gl.bfloat16)
+            d_g = (ds * p * (1.0 - s)).to(gl.bfloat16)
+            w_p, w_g = _weights(w, at, part, PARTS, SIZE)
+            dzn = warpgroup_mma(gl.convert_layout(d_p, left_layout(CP)), w_p, dzn, use_acc=part > 0, is_async=True)
+            dzn = warpgroup_mma(gl.convert_layout(d_g, left_layout(CP)), w_g, dzn, is_async=True)
+            if part + 1 < 2 * PARTS:  # under way while this part leaves
+                p, g = _projections(left, w, at, part + 1, PARTS, SIZE)
+            if part == 0:
+                mbarrier.wait(arrived, 1)
+                dzn = warpgroup_mma(landing.reshape([BM, CP]), w.index(at + 4), dzn, is_async=True)
+            tma.store_wait(0)
+            staging.index(at).reshape([SIZE, BM]).permute((1, 0)).store(d_p)
+            staging.index(at + 1).reshape([SIZE, BM]).permute((1, 0)).store(d_g)
+            fence_async_shared()
+            if part < PARTS:
+                tma.async_copy_shared_to_global(d_ap, [line, part * SIZE, first], staging.index(at))
+                tma.async_copy_shared_to_global(d_ag, [line, part * SIZE, first], staging.index(at + 1))
+            else:
+                tma.async_copy_shared_to_global(d_bp, [line, (part - PARTS) * SIZE, first], staging.index(at))
+                tma.async_copy_shared_to_global(d_bg, [line, (part - PARTS) * SIZE, first], staging.index(at + 1))
         dzn = warpgroup_mma_wait(0, deps=[dzn])
-        zn.store(t)
+        mean = gl.convert_layout(mean, gl.SliceLayout(1, WIDE))
+        rstd = gl.convert_layout(rstd, gl.SliceLayout(1, WIDE))
+        dunit = dzn * norm_weight.load(gl.SliceLayout(0, WIDE))[None, :]
+        x = gl.convert_layout(raw, WIDE).to(gl.float32)
+        low, high = halves(layer_norm_backward(dunit, x, mean, rstd, C).to(gl.bfloat16), CP)
+        tma.store_wait(0)
+        leaving_z.reshape([BM, 64]).store(low)
         fence_async_shared()
-        for part in gl.static_range(HALVES):
-            source = da if part + 1 < HALVES else db
-            dzn, d = _half_gradients(
-                part, (part + 1) % HALVES, zn, w.index(at), w.index(at + 1), sp, sg, d, dzn, keep, source + base, d_ap + base,
-                d_ag + base, pitch, pitch - first, C, BM, WARPS, HAS_MASK,
-            )  # fmt: skip
-        for part in gl.static_range(HALVES):
-            dzn, d = _half_gradients(
-                part, part + 1 if part + 1 < HALVES else None, zn, w.index(at + 2), w.index(at + 3), sp, sg, d, dzn, keep, db + base,
-                d_bp + base, d_bg + base, pitch, pitch - first, C, BM, WARPS, HAS_MASK,
-            )  # fmt: skip
-        dzn = warpgroup_mma_wait(0, deps=[dzn])
-        mean, rstd = load_statistics(statistics, line, n - first, BM, gl.SliceLayout(1, DOWN))
-        dunit = dzn * load_vector(vectors, 0, CP, gl.SliceLayout(0, DOWN))[None, :]
-        zn.store(layer_norm_backward(dunit, x_down.to(gl.float32), mean, rstd, C).to(gl.bfloat16))
-        gl.store(row_tile(dz + line * C, (C // 8 + at) * 8, CP, BM, ROWS), zn.load(ROWS), mask=guard)
+        tma.async_copy_shared_to_global(dz, [line, first, 0], leaving_z)
+        if CP == 128:
+            tma.store_wait(0)
+            leaving_z.reshape([BM, 64]).store(high)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(dz, [line, first, 64], leaving_z)
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=_SIZES)
 def input_backward(
     z,
-    mask,
-    statistics,
-    packed,
-    vectors,
+    d_gate,
     da,
     db,
-    d_gate,
     d_ap,
     d_ag,
     d_bp,
     d_bg,
     dz,
+    mask,
+    statistics,
+    packed,
+    vectors,
     tiles,
     tiles_per_row,
     n,
-    pitch8,
-    z_batch8,
-    z_row8,
-    z_column8,
     mask_batch,
     mask_row,
     mask_column,
     C: gl.constexpr,
     CP: gl.constexpr,
-    BM: gl.constexpr,
-    WARPS: gl.constexpr,
     HAS_MASK: gl.constexpr,
     STREAMS: gl.constexpr,
 ):
@@ -360,19 +320,23 @@ def input_backward(
 
     `d_ap` may be `da` itself and `d_bp` `db`: a tile is read before it is written. `d_gate` [B, N, N, C] is that of the output gate.
     """
-    w = load_operands(packed, 0, 5, CP, WARPS)
-    REGISTERS: gl.constexpr = stream_registers(STREAMS, WARPS)
+    norm_weight, norm_bias = load_vector(vectors, 0, CP), load_vector(vectors, 1, CP)
+    arrivals = barriers(3 * STREAMS + 1)
+    fence_async_shared()
+    w = load_matrices(packed, 0, 5, CP, arrivals.index(3 * STREAMS))
+    R: gl.constexpr = stream_registers(STREAMS)
+    gl.static_assert(STREAMS == 2)
     gl.warp_specialize(
         [
             (_backward_stream, (
-                gl.constexpr(0), STREAMS, z, mask, statistics, vectors, da, db, d_gate, d_ap, d_ag, d_bp, d_bg, dz, w, tiles,
-                tiles_per_row, n, pitch8, z_batch8, z_row8, z_column8, mask_batch, mask_row, mask_column, C, CP, BM, WARPS, HAS_MASK,
+                gl.constexpr(0), STREAMS, z, d_gate, da, db, d_ap, d_ag, d_bp, d_bg, dz, mask, statistics, w, norm_weight, norm_bias,
+                arrivals, tiles, tiles_per_row, n, mask_batch, mask_row, mask_column, C, CP, HAS_MASK,
             )),
             (_backward_stream, (
-                gl.constexpr(1), STREAMS, z, mask, statistics, vectors, da, db, d_gate, d_ap, d_ag, d_bp, d_bg, dz, w, tiles,
-                tiles_per_row, n, pitch8, z_batch8, z_row8, z_column8, mask_batch, mask_row, mask_column, C, CP, BM, WARPS, HAS_MASK,
+                gl.constexpr(1), STREAMS, z, d_gate, da, db, d_ap, d_ag, d_bp, d_bg, dz, mask, statistics, w, norm_weight, norm_bias,
+                arrivals, tiles, tiles_per_row, n, mask_batch, mask_row, mask_column, C, CP, HAS_MASK,
             )),
         ],
-        [WARPS],
-        [REGISTERS],
+        [4],
+        [R],
     )  # fmt: skip

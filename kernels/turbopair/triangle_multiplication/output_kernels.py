@@ -1,107 +1,149 @@
 # mypy: disable-error-code="no-untyped-def"
 """The side of the output: LayerNorm over the channels of x, the output projection and its gate, and the gradients of all of it.
 
-`x` [B, C, N, P] (bf16 or fp32) as the product leaves it: columns N to P hold anything. `out` and `dout` are row-major. CTAs are
-persistent: each keeps the weights in shared memory and takes every n-th tile.
+`x` [B, C, N, P] as the product leaves it: columns N to P hold anything. `out` and `dout` are row-major. CTAs are
+persistent: each keeps the weights in shared memory, and its streams take every n-th tile.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from .common_kernels import (
-    affine_rows,
-    channel_guard,
-    channel_tile,
-    channels_layout,
+from .tile_kernels import (
+    BM,
+    affine,
+    barriers,
+    fetch,
+    fetch_two,
+    halves,
     layer_norm_backward,
-    load_operands,
+    left_layout,
+    load_matrices,
     load_vector,
     normalise,
     opaque_zero,
-    operand_layout,
-    prefetch_channels,
-    prefetch_rows,
-    row_guard,
-    row_tile,
-    rows_layout,
-    rows_product,
     sigmoid,
     store_statistics,
     stream_registers,
+    sums_layout,
     tile_place,
 )
 
-_SIZES = ["tiles", "tiles_per_row", "n", "pitch8", "z_batch8", "z_row8", "z_column8", "dout_batch8", "dout_row8", "dout_column8"]
+_SIZES = ["tiles", "tiles_per_row", "n"]
 
 
 @gluon.jit
-def _load_x(x, pitch, limit, C: gl.constexpr, CP: gl.constexpr, BM: gl.constexpr, L: gl.constexpr):
-    """A tile of x [CP, BM] that starts at `x`."""
-    return gl.load(channel_tile(x, pitch, CP, BM, L), mask=channel_guard(limit, C, CP, BM, L), other=0.0)
+def _gate_and_projection(left_z, left_x, w, at, part):
+    """Start the products of the gate and of the output projection for 64 channels."""
+    zero = gl.zeros([BM, 64], gl.float32, layout=sums_layout(64))
+    w_g = w.index(at).slice(part * 64, 64, 0)
+    w_y = w.index(at + 1).slice(part * 64, 64, 0)
+    g = warpgroup_mma(left_z, w_g.permute((1, 0)), zero, use_acc=False, is_async=True)
+    y = warpgroup_mma(left_x, w_y.permute((1, 0)), zero, use_acc=False, is_async=True)
+    return g, y
+
+
+@gluon.jit
+def _forward_stream(
+    STREAM: gl.constexpr,
+    STREAMS: gl.constexpr,
+    z,
+    x,
+    out,
+    w,
+    in_weight,
+    in_bias,
+    out_weight,
+    out_bias,
+    arrivals,
+    eps,
+    tiles,
+    tiles_per_row,
+    n,
+    C: gl.constexpr,
+    CP: gl.constexpr,
+):
+    """The tiles of one stream."""
+    LEFT: gl.constexpr = left_layout(64)
+    PARTS: gl.constexpr = CP // 64
+    step = gl.num_programs(0) * STREAMS
+    start = gl.program_id(0) * STREAMS + STREAM
+    arrived = arrivals.index(STREAM)
+    landing_z = gl.allocate_shared_memory(gl.bfloat16, [1, 1, BM, CP], z.layout)
+    landing_x = gl.allocate_shared_memory(gl.bfloat16, [1, CP, BM], x.layout)
+    staging = gl.allocate_shared_memory(gl.bfloat16, [2, 1, BM, 64], out.layout)
+    batch, row, first = tile_place(start, tiles_per_row, n)
+    fetch_two(z, [batch, row, first, 0], landing_z, x, [batch * n + row, 0, first], landing_x, arrived, start < tiles)
+    phase = 0
+    mbarrier.wait(arrivals.index(STREAMS), 0)  # the weights
+    for tile in range(start, tiles, step):
+        at = opaque_zero(tile)
+        batch, row, first = tile_place(tile, tiles_per_row, n)
+        mbarrier.wait(arrived, phase)
+        phase = phase ^ 1
+        unit, _, _ = normalise(landing_z.reshape([BM, CP]).load(LEFT).to(gl.float32), eps, C)
+        left_z = affine(unit, in_weight, in_bias)
+        xt = landing_x.reshape([CP, BM]).permute((1, 0)).load(LEFT)
+        later = tile + step
+        batch_, row_, first_ = tile_place(later, tiles_per_row, n)
+        fetch_two(z, [batch_, row_, first_, 0], landing_z, x, [batch_ * n + row_, 0, first_], landing_x, arrived, later < tiles)
+        unit, _, _ = normalise(xt.to(gl.float32), eps, C)
+        left_x = affine(unit, out_weight, out_bias)
+        g, y = _gate_and_projection(left_z, left_x, w, at, 0)
+        for part in gl.static_range(PARTS):
+            g, y = warpgroup_mma_wait(0, deps=[g, y])
+            value = (y * sigmoid(g)).to(gl.bfloat16)
+            leaving = staging.index(at + part % 2)
+            tma.store_wait(PARTS - 1)  # what left from here before
+            leaving.reshape([BM, 64]).store(value)
+            if part + 1 < PARTS:  # under way while this part leaves
+                g, y = _gate_and_projection(left_z, left_x, w, at, part + 1)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out, [batch * n + row, first, part * 64], leaving)
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=_SIZES)
 def output_forward(
     z,
     x,
+    out,
     packed,
     vectors,
-    out,
     eps,
     tiles,
     tiles_per_row,
     n,
-    pitch8,
-    z_batch8,
-    z_row8,
-    z_column8,
     C: gl.constexpr,
     CP: gl.constexpr,
-    BM: gl.constexpr,
-    WARPS: gl.constexpr,
+    STREAMS: gl.constexpr,
 ):
     """out = sigmoid(LN(z) gate^T) * (LN(x) projection^T)."""
-    ROWS: gl.constexpr = rows_layout(CP, WARPS)
-    CHANNELS: gl.constexpr = channels_layout(BM, WARPS)
-    PRODUCT: gl.constexpr = rows_product(CP, BM, WARPS)
-    pitch = pitch8 * 8
-    rows = n.to(gl.int64) * n
-    step = gl.num_programs(0)
-    w = load_operands(packed, 4, 2, CP, WARPS)
-    zn = gl.allocate_shared_memory(gl.bfloat16, [BM, CP], operand_layout())
-    xn = gl.allocate_shared_memory(gl.bfloat16, [CP, BM], operand_layout())
-    zero = gl.zeros([BM, CP], gl.float32, layout=PRODUCT)
-
-    start = gl.program_id(0)
-    batch, row, first = tile_place(start, tiles_per_row, n, BM)
-    place = (batch * z_batch8 + row * z_row8 + first.to(gl.int64) * z_column8) * 8
-    zt = gl.load(row_tile(z + place, z_column8 * 8, CP, BM, ROWS), mask=row_guard(n - first, C, CP, BM, ROWS), other=0.0)
-    xt = _load_x(x + (batch * n + row) * C * pitch + first, pitch, pitch - first, C, CP, BM, CHANNELS)
-    for tile in range(start, tiles, step):
-        at = opaque_zero(tile)
-        batch, row, first = tile_place(tile, tiles_per_row, n, BM)
-        niw = load_vector(vectors, 0, CP, gl.SliceLayout(0, ROWS))
-        nib = load_vector(vectors, 1, CP, gl.SliceLayout(0, ROWS))
-        now = load_vector(vectors, 2, CP, gl.SliceLayout(1, CHANNELS))
-        nob = load_vector(vectors, 3, CP, gl.SliceLayout(1, CHANNELS))
-        zhat, _, _ = normalise(zt.to(gl.float32), eps, 1, C, CP)
-        zn.store(affine_rows(zhat, niw, nib))
-        xhat, _, _ = normalise(xt.to(gl.float32), eps, 0, C, CP)
-        xn.store((xhat * now[:, None] + nob[:, None]).to(gl.bfloat16))
-        fence_async_shared()
-        g = warpgroup_mma(zn, w.index(at).permute((1, 0)), zero, use_acc=False, is_async=True)
-        y = warpgroup_mma(xn.permute((1, 0)), w.index(at + 1).permute((1, 0)), zero, use_acc=False, is_async=True)
-        # The next tile of z and x; of the last one, this tile's again.
-        following = gl.where(tile + step < tiles, tile + step, tile)
-        batch_, row_, first_ = tile_place(following, tiles_per_row, n, BM)
-        place = (batch_ * z_batch8 + row_ * z_row8 + first_.to(gl.int64) * z_column8) * 8
-        zt = gl.load(row_tile(z + place, z_column8 * 8, CP, BM, ROWS), mask=row_guard(n - first_, C, CP, BM, ROWS), other=0.0)
-        xt = _load_x(x + (batch_ * n + row_) * C * pitch + first_, pitch, pitch - first_, C, CP, BM, CHANNELS)
-        g, y = warpgroup_mma_wait(0, deps=[g, y])
-        zn.store((y * sigmoid(g)).to(gl.bfloat16))
-        guard = row_guard(n - first, C, CP, BM, ROWS)
-        gl.store(row_tile(out + (batch * rows + row * n + first) * C, C, CP, BM, ROWS), zn.load(ROWS), mask=guard)
+    in_weight, in_bias = load_vector(vectors, 0, CP), load_vector(vectors, 1, CP)
+    out_weight, out_bias = load_vector(vectors, 2, CP), load_vector(vectors, 3, CP)
+    arrivals = barriers(STREAMS + 1)
+    fence_async_shared()
+    w = load_matrices(packed, 4, 2, CP, arrivals.index(STREAMS))
+    R: gl.constexpr = stream_registers(STREAMS)
+    gl.static_assert(STREAMS == 3)
+    gl.warp_specialize(
+        [
+            (_forward_stream, (
+                gl.constexpr(0), STREAMS, z, x, out, w, in_weight, in_bias, out_weight, out_bias, arrivals, eps, tiles, tiles_per_row,
+                n, C, CP,
+            )),
+            (_forward_stream, (
+                gl.constexpr(1), STREAMS, z, x, out, w, in_weight, in_bias, out_weight, out_bias, arrivals, eps, tiles, tiles_per_row,
+                n, C, CP,
+            )),
+            (_forward_stream, (
+                gl.constexpr(2), STREAMS, z, x, out, w, in_weight, in_bias, out_weight, out_bias, arrivals, eps, tiles, tiles_per_row,
+                n, C, CP,
+            )),
+        ],
+        [4, 4],
+        [R, R],
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -111,93 +153,104 @@ def _backward_stream(
     dout,
     z,
     x,
-    vectors,
-    statistics,
     dx,
     dy,
     d_gate,
+    statistics,
     w,
+    in_weight,
+    in_bias,
+    out_weight,
+    out_bias,
+    arrivals,
     eps,
     tiles,
     tiles_per_row,
     n,
-    pitch8,
-    z_batch8,
-    z_row8,
-    z_column8,
-    dout_batch8,
-    dout_row8,
-    dout_column8,
     C: gl.constexpr,
     CP: gl.constexpr,
-    BM: gl.constexpr,
-    WARPS: gl.constexpr,
 ):
-    """The tiles of one group of warps."""
-    ROWS: gl.constexpr = rows_layout(CP, WARPS)
-    CHANNELS: gl.constexpr = channels_layout(BM, WARPS)
-    DOWN: gl.constexpr = rows_product(CP, BM, WARPS)
-    rows = n.to(gl.int64) * n
+    """The tiles of one stream."""
+    ACC: gl.constexpr = sums_layout(64)
+    WIDE: gl.constexpr = sums_layout(CP)
+    LEFT: gl.constexpr = left_layout(64)
+    PARTS: gl.constexpr = CP // 64
     step = gl.num_programs(0) * STREAMS
+    start = gl.program_id(0) * STREAMS + STREAM
     x_statistics = statistics + tiles // tiles_per_row * n.to(gl.int64) * 2
-    zn = gl.allocate_shared_memory(gl.bfloat16, [BM, CP], operand_layout())
-    xn = gl.allocate_shared_memory(gl.bfloat16, [CP, BM], operand_layout())
-    raw = gl.allocate_shared_memory(x.dtype.element_ty, [CP, BM], operand_layout())
-    sy = gl.allocate_shared_memory(gl.bfloat16, [BM, CP], operand_layout())
-    zero = gl.zeros([BM, CP], gl.float32, layout=DOWN)
-    for tile in range(gl.program_id(0) * STREAMS + STREAM, tiles, step):
+    arrived = arrivals.index(3 * STREAM)
+    landing_z = gl.allocate_shared_memory(gl.bfloat16, [1, 1, BM, CP], z.layout)
+    landing_d = gl.allocate_shared_memory(gl.bfloat16, [1, 1, BM, CP], dout.layout)
+    landings_x = gl.allocate_shared_memory(gl.bfloat16, [2, 1, CP, BM], x.layout)
+    staging = gl.allocate_shared_memory(gl.bfloat16, [1, 1, 64, 64], dy.layout)
+    staging_g = gl.allocate_shared_memory(gl.bfloat16, [1, 1, 64, 64], dy.layout)
+    batch, row, first = tile_place(start, tiles_per_row, n)
+    fetch_two(z, [batch, row, first, 0], landing_z, dout, [batch, row, first, 0], landing_d, arrived, start < tiles)
+    fetch(x, [batch * n + row, 0, first], arrivals.index(3 * STREAM + 1), landings_x.index(0), start < tiles)
+    phase = 0
+    stage = 0
+    x_phase = 0
+    mbarrier.wait(arrivals.index(3 * STREAMS), 0)  # the weights
+    for tile in range(start, tiles, step):
         at = opaque_zero(tile)
-        pitch = (pitch8 + at) * 8  # likewise, or the addresses within a tile are kept
-        batch, row, first = tile_place(tile, tiles_per_row, n, BM)
-        line = batch * rows + row * n + first
-        base = (batch * n + row) * C * pitch + first
-        guard = row_guard(n - first, C, CP, BM, ROWS)
-        place = (batch * z_batch8 + row * z_row8 + first.to(gl.int64) * z_column8) * 8
-        zt = gl.load(row_tile(z + place, (z_column8 + at) * 8, CP, BM, ROWS), mask=guard, other=0.0)
-        xt = _load_x(x + base, pitch, pitch - first, C, CP, BM, CHANNELS)
-        place = (batch * dout_batch8 + row * dout_row8 + first.to(gl.int64) * dout_column8) * 8
-        dt = gl.load(row_tile(dout + place, (dout_column8 + at) * 8, CP, BM, ROWS), mask=guard, other=0.0)
-
-        niw = load_vector(vectors, 0, CP, gl.SliceLayout(0, ROWS))
-        nib = load_vector(vectors, 1, CP, gl.SliceLayout(0, ROWS))
-        zhat, mean, rstd = normalise(zt.to(gl.float32), eps, 1, C, CP)
-        store_statistics(statistics, line, n - first, mean, rstd, BM)
-        zn.store(affine_rows(zhat, niw, nib))
-        raw.store(xt)
-        now = load_vector(vectors, 2, CP, gl.SliceLayout(1, CHANNELS))
-        nob = load_vector(vectors, 3, CP, gl.SliceLayout(1, CHANNELS))
-        xhat, mean, rstd = normalise(xt.to(gl.float32), eps, 0, C, CP)
-        store_statistics(x_statistics, line, n - first, mean, rstd, BM)
-        xn.store((xhat * now[:, None] + nob[:, None]).to(gl.bfloat16))
-        mean = gl.convert_layout(mean, gl.SliceLayout(1, DOWN))
-        rstd = gl.convert_layout(rstd, gl.SliceLayout(1, DOWN))
-        sy.store(dt)
-        fence_async_shared()
-        g = warpgroup_mma(zn, w.index(at).permute((1, 0)), zero, use_acc=False, is_async=True)
-        y = warpgroup_mma(xn.permute((1, 0)), w.index(at + 1).permute((1, 0)), zero, use_acc=False, is_async=True)
-        do = sy.load(DOWN)
-        later = gl.where(tile + step < tiles, tile + step, tile)
-        batch_, row_, first_ = tile_place(later, tiles_per_row, n, BM)
-        place = (batch_ * z_batch8 + row_ * z_row8 + first_.to(gl.int64) * z_column8) * 8
-        prefetch_rows(z + place, z_column8 * 8, n - first_, C, BM, WARPS)
-        place = (batch_ * dout_batch8 + row_ * dout_row8 + first_.to(gl.int64) * dout_column8) * 8
-        prefetch_rows(dout + place, dout_column8 * 8, n - first_, C, BM, WARPS)
-        prefetch_channels(x + (batch_ * n + row_) * C * pitch + first_, pitch, C, CP, WARPS)
-        g, y = warpgroup_mma_wait(0, deps=[g, y])
-        s = sigmoid(g)
-        ds = do.to(gl.float32) * s
-        sy.store(ds.to(gl.bfloat16))
-        zn.store((ds * y * (1.0 - s)).to(gl.bfloat16))
-        fence_async_shared()
-        dunit = warpgroup_mma(sy, w.index(at + 1), zero, use_acc=False, is_async=True)
-        gl.store(row_tile(dy + line * C, (C // 8 + at) * 8, CP, BM, ROWS), sy.load(ROWS), mask=guard)
-        gl.store(row_tile(d_gate + line * C, (C // 8 + at) * 8, CP, BM, ROWS), zn.load(ROWS), mask=guard)
-        xf = raw.permute((1, 0)).load(DOWN).to(gl.float32)
+        batch, row, first = tile_place(tile, tiles_per_row, n)
+        line = (batch * n + row).to(gl.int64) * n + first
+        later = tile + step
+        batch_, row_, first_ = tile_place(later, tiles_per_row, n)
+        fetch(
+            x, [batch_ * n + row_, 0, first_], arrivals.index(3 * STREAM + 2 - stage), landings_x.index(1 - stage), later < tiles
+        )  # fmt: skip
+        mbarrier.wait(arrived, phase)
+        phase = phase ^ 1
+        unit, rstd, mean = normalise(landing_z.reshape([BM, CP]).load(LEFT).to(gl.float32), eps, C)
+        store_statistics(statistics, line, n - first, mean, rstd)
+        left_z = affine(unit, in_weight, in_bias)
+        mbarrier.wait(arrivals.index(3 * STREAM + 1 + stage), x_phase)
+        raw = landings_x.index(stage).reshape([CP, BM]).permute((1, 0))
+        unit, rstd, mean = normalise(raw.load(LEFT).to(gl.float32), eps, C)
+        store_statistics(x_statistics, line, n - first, mean, rstd)
+        left_x = affine(unit, out_weight, out_bias)
+        dunit = gl.zeros([BM, CP], gl.float32, layout=WIDE)
+        for part in gl.static_range(PARTS):
+            g, y = _gate_and_projection(left_z, left_x, w, at, part)
+            do = landing_d.reshape([BM, CP]).slice(part * 64, 64, 1).load(ACC)
+            if part + 1 == PARTS:
+                fetch_two(
+                    z, [batch_, row_, first_, 0], landing_z, dout, [batch_, row_, first_, 0], landing_d, arrived, later < tiles
+                )  # fmt: skip
+            if part == 0:
+                g, y = warpgroup_mma_wait(0, deps=[g, y])
+            else:
+                g, y, dunit = warpgroup_mma_wait(0, deps=[g, y, dunit])
+            s = sigmoid(g)
+            ds = do.to(gl.float32) * s
+            d_y = ds.to(gl.bfloat16)
+            d_g = (ds * y * (1.0 - s)).to(gl.bfloat16)
+            right = w.index(at + 1).slice(part * 64, 64, 0)
+            dunit = warpgroup_mma(gl.convert_layout(d_y, left_layout(CP)), right, dunit, use_acc=part > 0, is_async=True)
+            tma.store_wait(0)
+            staging.index(at).reshape([BM, 64]).store(d_y)
+            staging_g.index(at).reshape([BM, 64]).store(d_g)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(dy, [batch * n + row, first, part * 64], staging.index(at))
+            tma.async_copy_shared_to_global(d_gate, [batch * n + row, first, part * 64], staging_g.index(at))
+        xf = raw.load(WIDE).to(gl.float32)
+        stage = 1 - stage
+        x_phase = x_phase ^ (1 - stage)
+        mean = gl.convert_layout(mean, gl.SliceLayout(1, WIDE))
+        rstd = gl.convert_layout(rstd, gl.SliceLayout(1, WIDE))
         dunit = warpgroup_mma_wait(0, deps=[dunit])
-        dunit = dunit * load_vector(vectors, 2, CP, gl.SliceLayout(0, DOWN))[None, :]
-        xn.permute((1, 0)).store(layer_norm_backward(dunit, xf, mean, rstd, C).to(gl.bfloat16))
-        guard = channel_guard(pitch - first, C, CP, BM, CHANNELS)
-        gl.store(channel_tile(dx + base, pitch, CP, BM, CHANNELS), xn.load(CHANNELS), mask=guard)
+        dunit = dunit * out_weight.load(gl.SliceLayout(0, WIDE))[None, :]
+        low, high = halves(layer_norm_backward(dunit, xf, mean, rstd, C).to(gl.bfloat16), CP)
+        tma.store_wait(0)
+        staging.index(at).reshape([64, BM]).permute((1, 0)).store(low)
+        if CP == 128:
+            staging_g.index(at).reshape([64, BM]).permute((1, 0)).store(high)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(dx, [batch * n + row, 0, first], staging.index(at))
+        if CP == 128:
+            tma.async_copy_shared_to_global(dx, [batch * n + row, 64, first], staging_g.index(at))
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=_SIZES)
@@ -205,46 +258,42 @@ def output_backward(
     dout,
     z,
     x,
-    packed,
-    vectors,
-    statistics,
     dx,
     dy,
     d_gate,
+    packed,
+    vectors,
+    statistics,
     eps,
     tiles,
     tiles_per_row,
     n,
-    pitch8,
-    z_batch8,
-    z_row8,
-    z_column8,
-    dout_batch8,
-    dout_row8,
-    dout_column8,
     C: gl.constexpr,
     CP: gl.constexpr,
-    BM: gl.constexpr,
-    WARPS: gl.constexpr,
     STREAMS: gl.constexpr,
 ):
     """dx; dy and the gradient of the gate's pre-activation, row-major; `statistics` [2, B N N, 2] of LN(z) and LN(x).
 
     Beyond column n dout is zero, and with it every gradient.
     """
-    w = load_operands(packed, 4, 2, CP, WARPS)
-    REGISTERS: gl.constexpr = stream_registers(STREAMS, WARPS)
+    in_weight, in_bias = load_vector(vectors, 0, CP), load_vector(vectors, 1, CP)
+    out_weight, out_bias = load_vector(vectors, 2, CP), load_vector(vectors, 3, CP)
+    arrivals = barriers(3 * STREAMS + 1)
+    fence_async_shared()
+    w = load_matrices(packed, 4, 2, CP, arrivals.index(3 * STREAMS))
+    R: gl.constexpr = stream_registers(STREAMS)
+    gl.static_assert(STREAMS == 2)
     gl.warp_specialize(
         [
             (_backward_stream, (
-                gl.constexpr(0), STREAMS, dout, z, x, vectors, statistics, dx, dy, d_gate, w, eps, tiles, tiles_per_row, n, pitch8,
-                z_batch8, z_row8, z_column8, dout_batch8, dout_row8, dout_column8, C, CP, BM, WARPS,
+                gl.constexpr(0), STREAMS, dout, z, x, dx, dy, d_gate, statistics, w, in_weight, in_bias, out_weight, out_bias, arrivals,
+                eps, tiles, tiles_per_row, n, C, CP,
             )),
             (_backward_stream, (
-                gl.constexpr(1), STREAMS, dout, z, x, vectors, statistics, dx, dy, d_gate, w, eps, tiles, tiles_per_row, n, pitch8,
-                z_batch8, z_row8, z_column8, dout_batch8, dout_row8, dout_column8, C, CP, BM, WARPS,
+                gl.constexpr(1), STREAMS, dout, z, x, dx, dy, d_gate, statistics, w, in_weight, in_bias, out_weight, out_bias, arrivals,
+                eps, tiles, tiles_per_row, n, C, CP,
             )),
         ],
-        [WARPS],
-        [REGISTERS],
+        [4],
+        [R],
     )  # fmt: skip

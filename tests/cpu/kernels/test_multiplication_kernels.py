@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -15,61 +16,80 @@ pytest.importorskip("triton", reason="Triton is an optional dependency: pip inst
 
 PACKAGE = "turbopair.triangle_multiplication"
 SHARED_LIMIT = 227 * 1024  # bytes a CTA may have on Hopper
-STREAMED = {"input_forward": "INPUT_FORWARD", "output_backward": "OUTPUT_BACKWARD", "input_backward": "INPUT_BACKWARD"}
-KERNELS = {**STREAMED, "output_forward": "OUTPUT_FORWARD", "weight_gradients": "WEIGHT_GRADIENTS"}
+KERNELS = ("input_forward", "output_forward", "output_backward", "input_backward", "weight_gradients")
 MODULES = ("input_kernels", "output_kernels", "gradient_kernels")
-FP32_POINTERS = {"vectors", "statistics", "matrices"}
-SCALARS = re.compile(r"eps|n|tiles|tiles_per_row|.*8|.*_ctas|mask_(batch|row|column)")
 
 
-def _compile(name: str, channels: int, masked: bool) -> tuple[str, Any]:
+class _Recorder:
+    """In the place of `cuda._Kernels`: what the calls of a forward and a backward pass launch."""
+
+    def __init__(self) -> None:
+        self.launches: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        def launch(*call: Any) -> None:  # key, grid, arguments, constants, options, stream
+            self.launches[name] = call[2:5]
+
+        return launch
+
+
+def _launches(channels: int, masked: bool, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The launches of a call on tensors that the kernels never see."""
+    cuda = importlib.import_module(f"{PACKAGE}.cuda")
+    recorder, n = _Recorder(), 9
+    monkeypatch.setattr(cuda, "_kernels", lambda: recorder)
+    monkeypatch.setattr(cuda, "_sm_count", lambda index: 132)
+    monkeypatch.setattr(cuda, "current_stream", lambda index: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    z = torch.zeros(1, n, n, channels, dtype=torch.bfloat16)
+    mask = torch.ones(1, n, n, dtype=torch.bool) if masked else None
+    weights = [torch.ones(channels) if i in (0, 1, 6, 7) else torch.ones(channels, channels) for i in range(10)]
+    _, a, b, x = cuda.forward(z, mask, weights, True, 1e-5, True)
+    cuda.backward(z, z, mask, weights, a, b, x, True, 1e-5)
+    return recorder.launches
+
+
+def _compile(name: str, launch: tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]) -> tuple[str, Any]:
     """PTX and metadata of a kernel as `cuda.py` launches it, for sm_90."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import compile as triton_compile
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    cuda = importlib.import_module(f"{PACKAGE}.cuda")
-    launch = getattr(cuda, KERNELS[name])
-    function = next(
-        getattr(module, name) for module in (importlib.import_module(f"{PACKAGE}.{file}") for file in MODULES) if hasattr(module, name)
-    )
-    constants = {
-        "C": channels,
-        "CP": 64 if channels <= 64 else 128,
-        "BM": launch.block,
-        "WARPS": launch.warps,
-        "HAS_MASK": masked,
-        "STREAMS": launch.streams,
-        "STAGES": cuda._STAGES,
-    }
+    description = importlib.import_module(f"{PACKAGE}.launch_kernels").description
+    arguments, constants, options = launch
+    modules = [importlib.import_module(f"{PACKAGE}.{file}") for file in MODULES]
+    function = next(getattr(module, name) for module in modules if hasattr(module, name))
+    given = iter(arguments)
     signature, values, attributes = {}, {}, {}
     for index, parameter in enumerate(function.params):
         if parameter.is_constexpr:
             signature[parameter.name], values[(index,)] = "constexpr", constants[parameter.name]
-        elif SCALARS.fullmatch(parameter.name):
-            signature[parameter.name] = "fp32" if parameter.name == "eps" else "i32"
-        else:
-            kind = "fp32" if parameter.name in FP32_POINTERS else "i1" if parameter.name == "mask" and masked else "bf16"
-            signature[parameter.name] = f"*{kind}"
+            continue
+        argument = next(given)
+        if isinstance(argument, torch.Tensor):
+            kinds = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.bool: "*i1"}
+            signature[parameter.name] = kinds[argument.dtype]
             if not parameter.do_not_specialize:
                 attributes[(index,)] = [["tt.divisibility", 16]]
-    compiled = triton_compile(
-        GluonASTSource(function, signature, values, attributes),
-        target=GPUTarget("cuda", 90, 32),
-        options={key: value for key, value in launch.options.items() if value is not None},
-    )
+        elif isinstance(argument, tuple):
+            described = description(argument)
+            signature[parameter.name] = f"tensordesc<bf16{described.block_shape},{described.layout!r}>"
+        else:
+            signature[parameter.name] = "fp32" if isinstance(argument, float) else "i32"
+    compiled = triton_compile(GluonASTSource(function, signature, values, attributes), target=GPUTarget("cuda", 90, 32), options=options)
     return compiled.asm["ptx"], compiled.metadata
 
 
 @pytest.mark.parametrize("channels,masked", [(128, False), (64, True)])
 @pytest.mark.parametrize("name", sorted(KERNELS))
-def test_kernels_compile_for_hopper(name: str, channels: int, masked: bool, tmp_path: Path) -> None:
-    """They fit a multiprocessor, keep nearly everything in registers, move 16 bytes at a time, and their products are not serialised."""
+def test_kernels_compile_for_hopper(name: str, channels: int, masked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They fit a multiprocessor, keep nearly everything in registers, move tiles by bulk copies, and their products are not serialised."""
     import triton
 
-    ptx, metadata = _compile(name, channels, masked)
+    ptx, metadata = _compile(name, _launches(channels, masked, monkeypatch)[name])
     assert metadata.shared <= SHARED_LIMIT
     assert "wgmma.mma_async" in ptx
+    assert "cp.async.bulk.tensor" in ptx
     # Stores of tiles are vectors; single elements are left to statistics and partial sums.
     assert not re.search(r"(ld|st)\.global\.(b16|u16)", ptx)
     (tmp_path / "kernel.ptx").write_text(ptx)
@@ -79,6 +99,42 @@ def test_kernels_compile_for_hopper(name: str, channels: int, masked: bool, tmp_
     assert "C75" not in report, report  # wgmma serialised
     spilled = max(map(int, re.findall(r"(\d+) bytes spill stores", report)))
     assert spilled <= 200, report
+
+
+def test_launches_encode_what_triton_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past Triton's wrapper, the launcher is given what the wrapper would have given it; a description is encoded once."""
+    from triton.backends.nvidia import driver
+
+    launch_kernels = importlib.import_module(f"{PACKAGE}.launch_kernels")
+    launched, encodings = [], []
+
+    def encode(described: Any, metadata: Any) -> list[Any]:
+        encodings.append(metadata)
+        return [(described.base.data_ptr(), metadata), *described.shape, *described.strides]
+
+    class Run:
+        def __init__(self, signature: dict[int, str], metadata: list[str]) -> None:
+            self.launch = driver.wrap_handle_tensordesc(lambda *given: launched.append(given), signature, metadata)
+
+        def __call__(self, *given: Any) -> None:
+            self.launch(*given)
+
+    class Compiled:
+        function, packed_metadata = "function", "packed"
+
+        def __init__(self, run: Run, metadata: list[str]) -> None:
+            self.run, self.metadata = run, types.SimpleNamespace(tensordesc_meta=metadata)
+
+    monkeypatch.setattr(driver, "make_tensordesc_arg", encode)
+    first, second = torch.empty(4, 8), torch.empty(4, 8)
+    box = launch_kernels.Box((4, 8), (8, 1), (4, 8))
+    compiled = Compiled(Run({0: "tensordesc<x>", 1: "*fp32", 2: "tensordesc<x>", 3: "i32"}, ["m0", "m1"]), ["m0", "m1"])
+    launch = launch_kernels._Compiled(compiled, {"C": 7})
+    for _ in range(2):
+        launch((1, 2, 3), ((first, box), second, (second, box), 5), 11)
+    expected = [(first.data_ptr(), "m0"), 4, 8, 8, 1, second.data_ptr(), (second.data_ptr(), "m1"), 4, 8, 8, 1, 5, 7]
+    assert launched == [(1, 2, 3, 11, "function", "packed", None, None, None, *expected)] * 2
+    assert encodings == ["m0", "m1"]
 
 
 INTERPRETED = """
@@ -106,6 +162,14 @@ def test_packing_interpreted() -> None:
     """Every weight at its place, zeros in padding channels, in Triton's interpreter (which does not run Gluon kernels)."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0 and "agreed" in done.stdout, done.stderr[-3000:]
+
+
+def test_kernels_without_layouts() -> None:
+    """Places, order of copies and products, barriers and arithmetic of the Gluon kernels, with copies as late as they may be."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "tests.support.gluon_on_cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0 and "agreed" in done.stdout, done.stderr[-3000:]
 
 
