@@ -277,7 +277,7 @@ def backward(
 
 def _shares(sms: int) -> tuple[int, int]:
     """CTAs for each pair of input projections, whose tiles are three tensors, and for gate and output projection, where they are two."""
-    narrow = max(1, sms * 4 // 17)
+    narrow = max(1, sms * 3 // 14)
     return max(1, (sms - 2 * narrow) // 2), narrow
 
 
