@@ -33,7 +33,7 @@ ESSENTIAL = [
 MORE = [
     *(Case(n, 128, "none", direction) for n in (1, 9, 64) for direction in ("outgoing", "incoming")),
     Case(129, 128, "none", "incoming", transposed=True),
-    Case(130, 96, "bool", "outgoing"),
+    Case(130, 96, "bool", "outgoing", batch=2),
     Case(9, 96, "bool", "incoming", batch=3, transposed=True),
     Case(72, 32, "float", "outgoing", weights=torch.bfloat16),
     Case(61, 32, "float", "incoming", batch=2, weights=torch.bfloat16),

@@ -21,12 +21,14 @@ from tests.support.multiplication import TENSORS, Case
 
 pytestmark = pytest.mark.gpu
 
-FILES = ("common_kernels", "input_kernels", "output_kernels", "gradient_kernels", "weight_kernels")
+FILES = ("tile_kernels", "input_kernels", "output_kernels", "gradient_kernels", "weight_kernels")
 
 # Two full tiles of 64 columns and one of 2; rows padded by 6 columns. Both halves of 64 channels.
 CASE = Case(n=130, channels=128, weights="fp32")
 # Sums of two terms, so that what six columns of padding would add stands out.
 SHORT = Case(n=2, channels=128, batch=(64,), mask="none", weights="fp32")
+# 1056 tiles: more than one for each stream, of which the forward has three a multiprocessor.
+LONG = Case(n=66, channels=128, batch=(8,), weights="fp32")
 
 
 class Mutant(NamedTuple):
@@ -42,16 +44,27 @@ class Mutant(NamedTuple):
 
 MUTANTS = {
     "mask dropped": Mutant(
-        "common_kernels", "    if HAS_MASK:  # noqa: SIM108", "    if False:  # noqa: SIM108", ("input_forward", "input_backward"), "out"
+        "tile_kernels",
+        "gl.load(mask + place + j.to(gl.int64) * mask_column, mask=j < n, other=0).to(",
+        "(j < n).to(",
+        ("input_forward", "input_backward"),
+        "out",
     ),
     "mask dropped in the backward": Mutant(
-        "input_kernels", "df = df * keep[None, :]", "df = df * 1.0", ("input_backward",), "da_p"
+        "input_kernels", "ds = ds * keep[:, None]", "ds = ds * 1.0", ("input_backward",), "da_p"
     ),
     "gate and value swapped": Mutant(
         "input_kernels", "value = p * sigmoid(g)", "value = g * sigmoid(p)", ("input_forward",), "out"
     ),
     "output gate and value swapped": Mutant(
         "output_kernels", "(y * sigmoid(g))", "(g * sigmoid(y))", ("output_forward",), "out"
+    ),
+    "sigmoids that share a reciprocal swapped": Mutant(
+        "tile_kernels",
+        "mul.ftz.f32 $0, r, q;\n        mul.ftz.f32 $1, r, p;",
+        "mul.ftz.f32 $0, r, p;\n        mul.ftz.f32 $1, r, q;",
+        ("output_forward",),
+        "out",
     ),
     "sigmoid without its derivative": Mutant(
         "input_kernels", "(ds * p * (1.0 - s))", "(ds * p)", ("input_backward",), "da_g"
@@ -60,51 +73,102 @@ MUTANTS = {
         "output_kernels", "(ds * y * (1.0 - s))", "(ds * y)", ("output_backward",), "dgate"
     ),
     "no gradient through the mean of LN(z)": Mutant(
-        "common_kernels", "offset = total * rstd * (1.0 / C) - mean * slope", "offset = 0.0 - mean * slope", ("input_backward",), "dz"
+        "tile_kernels", "offset = total * rstd * (1.0 / C) - mean * slope", "offset = 0.0 - mean * slope", ("input_backward",), "dz"
     ),
     "no gradient through the mean of LN(x)": Mutant(
-        "common_kernels", "offset = total * rstd * (1.0 / C) - mean * slope", "offset = 0.0 - mean * slope", ("output_backward",), "dz"
+        "tile_kernels", "offset = total * rstd * (1.0 / C) - mean * slope", "offset = 0.0 - mean * slope", ("output_backward",), "dz"
     ),
     "no gradient through the deviation of LN(z)": Mutant(
-        "common_kernels", "slope = (slope - mean * total)", "slope = 0.0 * (slope - mean * total)", ("input_backward",), "dz"
+        "tile_kernels", "slope = (slope - mean * total)", "slope = 0.0 * (slope - mean * total)", ("input_backward",), "dz"
     ),
     "one step of 16 channels skipped in the projections": Mutant(
-        "common_kernels",
-        "CP, CP, CP, LAYOUT)))",
-        "CP, CP, CP, LAYOUT), mask=row_guard(CP, CP - 16, CP, CP, LAYOUT), other=0.0))",
+        "input_kernels",
+        "left = affine(unit, norm_weight, norm_bias)",
+        "left = gl.where((gl.arange(0, CP, layout=gl.SliceLayout(0, LEFT)) < CP - 16)[None, :], affine(unit, norm_weight, norm_bias), 0.0)",
         ("input_forward",),
         "out",
     ),
     "gates' share of dz skipped": Mutant(
-        "input_kernels", "    dzn = warpgroup_mma(sg.permute((1, 0)), wg, dzn, is_async=True)\n", "", ("input_backward",), "dz"
-    ),
-    "second half of the channels computed as the first": Mutant(
         "input_kernels",
-        "wp, wg = w_p.slice(PART * SIZE, SIZE, 0), w_g.slice(PART * SIZE, SIZE, 0)",
-        "wp, wg = w_p.slice(0, SIZE, 0), w_g.slice(0, SIZE, 0)",
+        "            dzn = warpgroup_mma(gl.convert_layout(d_g, left_layout(CP)), w_g, dzn, is_async=True)\n",
+        "",
+        ("input_backward",),
+        "dz",
+    ),
+    "gate's matrix transposed": Mutant(
+        "input_kernels", "w.index(at + 4), dzn", "w.index(at + 4).permute((1, 0)), dzn", ("input_backward",), "dz"
+    ),
+    "sum over halves of the channels begun anew": Mutant(
+        "output_kernels", "dunit, use_acc=part > 0", "dunit, use_acc=False", ("output_backward",), "dz"
+    ),
+    "every part of the channels computed as the first": Mutant(
+        "input_kernels",
+        "_weights(w, at, PART, PARTS, SIZE)",
+        "_weights(w, at, PART // PARTS * PARTS, PARTS, SIZE)",
         ("input_backward",),
         "da_p",
     ),
+    "matrices copied from one further": Mutant(
+        "tile_kernels", "[(FIRST + index) * CP, 0]", "[(FIRST + index + 1) * CP, 0]", ("output_forward",), "out"
+    ),
+    "first tile of each stream copied from one further": Mutant(
+        "output_kernels",
+        "out.layout)\n    batch, row, first = tile_place(start, ",
+        "out.layout)\n    batch, row, first = tile_place(start + 1, ",
+        ("output_forward",),
+        "out",
+    ),
+    "tile of z copied again in the place of the next": Mutant(
+        "input_kernels",
+        "later = tile + step\n        batch_, row_, first_ = tile_place(later, tiles_per_row, n)\n        fetch(",
+        "later = tile + step\n        batch_, row_, first_ = tile_place(tile, tiles_per_row, n)\n        fetch(",
+        ("input_forward",),
+        "out",
+        LONG,
+    ),
+    "second part of db skipped": Mutant(
+        "input_kernels", "(part + 2 - PARTS) * SIZE, first]", "(part + 3 - PARTS) * SIZE, first]", ("input_backward",), "db_p"
+    ),
+    "x read from the other buffer": Mutant(
+        "output_kernels", "raw = landings_x.index(stage)", "raw = landings_x.index(1 - stage)", ("output_backward",), "dz"
+    ),
+    "tile stored transposed": Mutant(
+        "input_kernels",
+        "leaving.reshape([64, BM]).permute((1, 0)).store(value)",
+        "leaving.reshape([64, BM]).store(value)",
+        ("input_forward",),
+        "out",
+    ),
+    "halves of dz swapped": Mutant("tile_kernels", "low, high = gl.split", "high, low = gl.split", ("input_backward",), "dz"),
+    "second half of dz stored over the first": Mutant(
+        "input_kernels", "[line, first, 64], leaving_z", "[line, first, 0], leaving_z", ("input_backward",), "dz"
+    ),
     "last column of z not read": Mutant(
         "input_kernels",
-        "x = gl.load(row_tile(z + place * 8, z_column8 * 8, CP, BM, ROWS), mask=row_guard(n - first, ",
-        "x = gl.load(row_tile(z + place * 8, z_column8 * 8, CP, BM, ROWS), mask=row_guard(n - first - 1, ",
+        "x = landing.reshape([BM, CP]).load(LEFT)\n        later",
+        "x = gl.where(inside(n - first - 1, gl.SliceLayout(1, LEFT))[:, None], landing.reshape([BM, CP]).load(LEFT), 0.0)\n        later",
         ("input_forward",),
         "out",
     ),
     "operands beyond column n not zero": Mutant("input_kernels", "if n - first < BM:", "if n < 0:", ("input_forward",), "out", SHORT),
     "last column of out lost": Mutant(
         "output_kernels",
-        "        zn.store((y * sigmoid(g)).to(gl.bfloat16))",
-        "        zn.store(gl.where(row_guard(n - first - 1, CP, CP, BM, PRODUCT), y * sigmoid(g), 0.0).to(gl.bfloat16))",
+        "value = (y * sigmoid(g))",
+        "value = gl.where((gl.arange(0, BM, layout=gl.SliceLayout(1, sums_layout(64))) < n - first - 1)[:, None], y * sigmoid(g), 0.0)",
         ("output_forward",),
         "out",
     ),
-    "last column of each row left out of a weight gradient": Mutant(
-        "gradient_kernels", "row_guard((n - first) * exists", "row_guard((n - first - 1) * exists", ("weight_gradients",), "dgate"
+    "last column of each row left out of the weight gradients": Mutant(
+        "gradient_kernels", "(tile < tiles, n - first, 0)", "(tile < tiles, n - first - 1, 0)", ("weight_gradients",), "dgate"
     ),
     "last tile of each CTA left out of the weight gradients": Mutant(
         "gradient_kernels", "in range(start, tiles, step):", "in range(start, tiles - step, step):", ("weight_gradients",), "da_p"
+    ),
+    "one stage of the ring read for all": Mutant(
+        "gradient_kernels", "right = su.index(stage)", "right = su.index(0)", ("weight_gradients",), "da_p"
+    ),
+    "statistics of the tile before": Mutant(
+        "gradient_kernels", "statistics, tile + 3 * step", "statistics, tile + 2 * step", ("weight_gradients",), "dout"
     ),
     "statistics of z taken for those of x": Mutant(
         "gradient_kernels",
@@ -168,7 +232,7 @@ def expect(found: list[str], wrong: str) -> None:
     )
 
 
-@pytest.mark.parametrize("case", [CASE, SHORT], ids=str)
+@pytest.mark.parametrize("case", [CASE, SHORT, LONG], ids=str)
 def test_copies_of_the_kernels_are_right(hopper: torch.device, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cases pass, and what makes a mutant wrong is its change alone: unchanged copies give the package's bits."""
     from turbopair.triangle_multiplication import cuda
@@ -218,6 +282,18 @@ def test_padding_that_is_not_cleared_is_found(hopper: torch.device, direction: s
     data = multiplication.inputs(dataclasses.replace(CASE, direction=direction), hopper)
     monkeypatch.setattr(cuda._Call, "clear_padding", leave)
     expect(multiplication.found(operator(data), data), wrong)
+
+
+def test_a_last_column_outside_the_boxes_is_found(hopper: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of z and dout that know of 129 columns of 130."""
+    from turbopair.triangle_multiplication import cuda
+
+    right = cuda._pairs
+    monkeypatch.setattr(cuda, "_pairs", lambda shape, *others: right((*shape[:2], shape[2] - 1, shape[3]), *others))
+    data = multiplication.inputs(CASE, hopper)
+    found = multiplication.found(operator(data), data)
+    expect(found, "out")
+    expect(found, "dz")
 
 
 def test_a_backward_in_the_other_direction_is_found(hopper: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
