@@ -77,11 +77,11 @@ def _run(cell: Cell, device: torch.device) -> dict[str, Metric]:
         raise ValueError(f"steps and every must be at least 1; given {steps} and {every}")
     size, recycles = str(cell.options.get("size", "reduced")), int(cell.options.get("recycles", 0))
     samples = samples_of(cell.n, cell.seed, int(cell.options.get("msa_rows", 32)))
-    module, plugged = training.ready(backend, size, cell.n, cell.seed, recycles)
-    twin, _ = training.ready(model.find_backend("pytorch"), size, cell.n, cell.seed, recycles)
+    module, plugged = training.ready(backend, size, cell.n, cell.seed, recycles, device)
+    twin, _ = training.ready(model.find_backend("pytorch"), size, cell.n, cell.seed, recycles, device)
     with training.tf32(bf16 and device.type == "cuda"):
         step = TrainingStep(module, next(samples), Ranks(0, 1, device), bf16=bf16)
-        curves, diverged = _train(step, twin.to(device), samples, cell.seed, steps, every)
+        curves, diverged = _train(step, twin, samples, cell.seed, steps, every)
     if plugged is not None and (sites := model.not_served(plugged)):
         raise RuntimeError(f"{cell.implementation} did not serve every triangle operation of the steps: {', '.join(sites)}")
     return {**_summary(curves), **({"diverged": diverged} if diverged else {}), "every": every, "tokens": cell.n, "size": size}

@@ -5,7 +5,8 @@ steps compare), and optionally `phase_steps` (on a GPU; steps in which the phase
 true: cuEquivariance's fp32 backward needs it, so all backends get it), `msa_rows` (default all, 32 when reduced), `timeout_s` (of a
 collective). A cell of several ranks is started once a rank, with torchrun's environment.
 
-A process may compute many cells: weights are drawn once, every cell gets a copy, and what a cell held is released at its end.
+A process may compute many cells: weights are drawn and the batch is read once, every cell gets a copy of the weights, and what a cell
+held is released at its end.
 
 A crop smaller than a stored batch is a window of that batch (see `pipeline.openfold.batches`); all ranks train on the same
 batch with different noise. Weights are random, with zero-initialised ones filled.
@@ -14,7 +15,9 @@ batch with different noise. Weights are random, with zero-initialised ones fille
 import resource
 import statistics
 import sys
+import time
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,9 +46,10 @@ def run(cell: Cell, device: torch.device) -> dict[str, Metric]:
 
     Times are in seconds, medians over the measured steps: `s.wall` of the slowest rank with `wall.p10`, `wall.p90` and, with
     several ranks, `wall.rank<r>`; `s.<phase>` of rank 0, which add up to a step; `forward.<part>` and `backward.recompute` inside the
-    phase of that name; `first_step`, with everything that compiles or tunes. On a GPU, from one profiled step: `s.gpu_busy` (union of
-    kernel and copy intervals without communication, of the slowest rank; `gpu_busy.rank<r>`), `gpu.<part>` of it (see
-    `pipeline.openfold.busy`) and `gpu_communication` of rank 0, `gpu.unknown` (names of kernels in the part other).
+    phase of that name; `first_step`, with everything that compiles or tunes; `setup_s` before it, on rank 0. On a GPU, from one profiled
+    step: `s.gpu_busy` (union of kernel and copy intervals without communication, of the slowest rank; `gpu_busy.rank<r>`), `gpu.<part>`
+    of it (see `pipeline.openfold.busy`) and `gpu_communication` of rank 0, `gpu.unknown` (names of kernels in the part other), and
+    `profile_s`, what that step took with the reading of its events, on rank 0.
     Also `loss` and `grad_norm` (last measured step, rank 0), `peak_bytes` (largest of the ranks; allocated during the measured
     steps on a GPU, resident on a CPU, there with what the process held before), `bytes_before` (on a GPU: allocated when the cell began),
     `dtype.*` as they were at a triangle attention, `backend_calls` (in one step).
@@ -63,12 +67,14 @@ def run(cell: Cell, device: torch.device) -> dict[str, Metric]:
 
 
 def _run(cell: Cell, device: torch.device) -> dict[str, Metric]:
+    began = time.perf_counter()
     tf32 = device.type == "cuda" and bool(cell.options.get("tf32", True))
     held = {"bytes_before": torch.cuda.memory_allocated()} if device.type == "cuda" else {}
     with training.tf32(tf32), processes.join(device.type, float(cell.options.get("timeout_s", 300.0))) as ranks:
         _check_usable(cell, ranks)
         backend = model.find_backend(cell.implementation)
         step, installation, shape = _together(ranks, lambda: _prepare(cell, backend, ranks))
+        shape["setup_s"] = ranks.gather(time.perf_counter() - began)[0]
         return {**_measure(cell, backend, step, installation, ranks), **shape, **held, "tf32": tf32, "ranks": ranks.world}
 
 
@@ -104,10 +110,10 @@ def _together(ranks: "Ranks", work: Any) -> Any:
 def _prepare(cell: Cell, backend: model.Backend, ranks: "Ranks") -> tuple[TrainingStep, model.Plugged | None, dict[str, Metric]]:
     size = str(cell.options.get("size", "full"))
     recycles = int(cell.options.get("recycles", 1))
-    module, installation = training.ready(backend, size, cell.n, cell.seed, recycles)
+    module, installation = training.ready(backend, size, cell.n, cell.seed, recycles, ranks.device)
     stored = batches.for_tokens(cell.n)
     rows = cell.options.get("msa_rows", 32 if size == "reduced" else None)
-    batch = training.sample(batches.read(stored.name), cell.n, cell.seed, None if rows is None else int(rows))
+    batch = _sample(stored.name, cell.n, cell.seed, None if rows is None else int(rows))
     model.seed_rank(cell.seed, ranks.rank)
     shape: dict[str, Metric] = {
         "batch": stored.name if stored.tokens == cell.n else f"{stored.name}, window of {cell.n}",
@@ -118,6 +124,12 @@ def _prepare(cell: Cell, backend: model.Backend, ranks: "Ranks") -> tuple[Traini
         "parameters": sum(p.numel() for p in module.model.parameters()),
     }
     return TrainingStep(module, batch, ranks, bf16=cell.dtype == "bf16"), installation, shape
+
+
+@lru_cache(maxsize=1)
+def _sample(name: str, tokens: int, seed: int, msa_rows: int | None) -> batches.Batch:
+    """The batch, read and cropped once for cells that differ in the back end only: a step copies it and leaves it as it is."""
+    return training.sample(batches.read(name), tokens, seed, msa_rows)
 
 
 def _measure(
@@ -175,9 +187,12 @@ def _wall(walls: list[list[float]]) -> dict[str, Metric]:
 
 def _gpu(step: TrainingStep, ranks: "Ranks") -> dict[str, Metric]:
     """One profiled step: how long the GPUs worked, and on what."""
+    began = time.perf_counter()
     work, unknown = busy.measure(step)
+    took = ranks.gather(time.perf_counter() - began)[0]
     each = ranks.gather(work.compute)
     metrics: dict[str, Metric] = {"s.gpu_busy": max(each), "gpu_communication": work.communication, "gpu_events": work.events}
+    metrics["profile_s"] = took
     metrics |= {f"gpu.{part}": seconds for part, seconds in work.parts.items()}
     if ranks.world > 1:
         metrics |= {f"gpu_busy.rank{rank}": seconds for rank, seconds in enumerate(each)}

@@ -63,9 +63,11 @@ def refusal(find: Callable[[], model.Backend], tokens: int, device: torch.device
     return None if reason is None else (NotInstalled, reason)
 
 
-def ready(backend: model.Backend, size: str, tokens: int, seed: int, recycles: int) -> tuple[Any, model.Plugged | None]:
-    """A module from the seed with the back end in place and its recycles fixed, and the handle of a back end that is plugged in."""
-    module = model.fresh(backend, size, tokens, seed)  # type: ignore[arg-type]
+def ready(
+    backend: model.Backend, size: str, tokens: int, seed: int, recycles: int, device: torch.device
+) -> tuple[Any, model.Plugged | None]:
+    """A module from the seed on the device, back end in place and recycles fixed, and the handle of a back end that is plugged in."""
+    module = model.fresh(backend, size, tokens, seed, device)  # type: ignore[arg-type]
     model.fix_recycles(module.model, recycles)
     if backend.attention_only:
         model.keep_stock_multiplication(module.model)

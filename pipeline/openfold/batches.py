@@ -170,11 +170,18 @@ def _index_features(features: Batch, tokens: torch.Tensor, atoms: torch.Tensor) 
     out: Batch = {}
     for key, value in features.items():
         if key in _ATOM_FEATURES:
-            value = value.index_select(1, atoms)
+            value = _take(value, 1, atoms)
         for dim in _TOKEN_DIMS.get(key, ()):
-            value = value.index_select(dim, tokens)
-        out[key] = value.clone() if isinstance(value, torch.Tensor) else value
+            value = _take(value, dim, tokens)
+        out[key] = value.clone(memory_format=torch.contiguous_format) if isinstance(value, torch.Tensor) else value
     return out
+
+
+def _take(value: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    """`index_select` for an ascending index; a view if it has no gaps, which takes a tenth of the time for features of pairs."""
+    if len(index) and int(index[-1] - index[0]) == len(index) - 1:
+        return value.narrow(dim, int(index[0]), len(index))
+    return value.index_select(dim, index)
 
 
 def copy(batch: Any, device: torch.device | None = None) -> Any:

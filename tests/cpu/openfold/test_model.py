@@ -39,14 +39,27 @@ def test_filling_leaves_no_matrix_zero_and_is_seeded(modules):
 
 
 def test_quick_weights_have_the_same_distribution_and_every_backend_gets_the_same(openfold3):
-    quick, other = (model.fresh(model.find_backend(name), "reduced", 384, 0).model for name in ("turbopair", "lma"))
+    cpu = torch.device("cpu")
+    quick, other = (model.fresh(model.find_backend(name), "reduced", 384, 0, cpu).model for name in ("turbopair", "lma"))
     assert other.settings.memory.train.use_lma and not quick.settings.memory.train.use_lma
     weights = dict(quick.named_parameters())
     assert all(torch.equal(p, weights[name]) for name, p in other.named_parameters())
+    assert all(p is not weights[name] and p.data_ptr() != weights[name].data_ptr() for name, p in other.named_parameters())
     linear = weights["pairformer_stack.blocks.0.pair_stack.tri_att_start.mha.linear_q.weight"]
     assert linear.std().item() == pytest.approx(1 / linear.shape[1] ** 0.5, rel=0.05)  # LeCun's, cut off at two standard deviations
     assert linear.abs().max().item() == pytest.approx(2 / 0.8796 / linear.shape[1] ** 0.5, rel=0.01)
     assert model._TruncatedNormal.std() == pytest.approx(truncnorm.std(a=-2, b=2))
+
+
+def test_weights_are_copied_to_the_device_and_stay_as_drawn(openfold3):
+    module = model.fresh(model.find_backend("pytorch"), "reduced", 384, 0, torch.device("meta"))
+    drawn = model._drawn("reduced", 384, 0)
+    assert {t.device.type for t in module.state_dict().values()} == {"meta"}
+    assert {t.device.type for t in drawn.state_dict().values()} == {"cpu"}
+    original = dict(drawn.named_parameters())
+    for name, parameter in module.named_parameters():
+        assert parameter.shape == original[name].shape and parameter.requires_grad == original[name].requires_grad
+        assert parameter.stride() == original[name].stride() and type(parameter) is type(original[name])
 
 
 def test_attention_only_turns_the_setting_off_for_every_multiplication(modules):

@@ -104,6 +104,7 @@ def test_experiment_gives_its_metrics(openfold3):
     assert metrics["loss"] > 0 and metrics["grad_norm"] > 0 and metrics["backend_calls"] > 0 and metrics["ranks"] == 1
     assert metrics["dtype.attention"] == metrics["dtype.bias"] == "bfloat16" and metrics["dtype.parameters"] == "float32"
     assert metrics["batch"] == "1y57_384, window of 32" and metrics["msa_rows"] == 8
+    assert metrics["setup_s"] > 0
 
 
 @pytest.mark.parametrize(
@@ -122,13 +123,23 @@ def test_experiment_refuses_with_a_reason(openfold3, case, reason):
         step_time.run(case, torch.device("cpu"))
 
 
+def checksums(batch):
+    """What a batch holds, in a form that compares."""
+    if isinstance(batch, torch.Tensor):
+        return batch.dtype, tuple(batch.shape), batch.double().sum().item(), batch.double().square().sum().item()
+    if isinstance(batch, dict):
+        return {key: checksums(value) for key, value in batch.items()}
+    return [checksums(value) for value in batch] if isinstance(batch, list) else batch
+
+
 def test_cells_of_one_process_leave_no_model_behind(openfold3, monkeypatch):
-    """Weights are drawn once; a model is gone when its cell ends, also when the cell fails."""
-    alive, drawn = [], []
+    """Weights are drawn and the batch is read once; a model is gone when its cell ends, also when the cell fails."""
+    alive, drawn, samples = [], [], []
     original, build = step_time.TrainingStep, model.build
 
     def remembered(module, *args, **options):
         alive.append(weakref.ref(module))
+        samples.append((args[0], checksums(args[0])))
         return original(module, *args, **options)
 
     monkeypatch.setattr(step_time, "TrainingStep", remembered)
@@ -144,6 +155,7 @@ def test_cells_of_one_process_leave_no_model_behind(openfold3, monkeypatch):
     with pytest.raises(RuntimeError, match="it broke"):
         step_time.run(cell("lma"), torch.device("cpu"))
     assert len(alive) == 3 and len(drawn) == 1
+    assert all(sample is samples[0][0] and before == samples[0][1] == checksums(sample) for sample, before in samples)
     assert [reference() for reference in alive] == [None] * 3
 
 
@@ -156,6 +168,7 @@ def test_the_profile_of_a_step_becomes_metrics(monkeypatch):
     work = busy.Busy(total=3.0, compute=2.0, communication=1.5, events=7, parts={"attention": 0.5, "other": 1.5})
     monkeypatch.setattr(busy, "measure", lambda step: (work, {"odd_kernel": 1.4999, "rare_kernel": 1e-4}))
     alone = step_time._gpu(None, Ranks(0, 1, torch.device("cpu")))
+    assert alone.pop("profile_s") >= 0
     assert alone == {
         "s.gpu_busy": 2.0, "gpu_communication": 1.5, "gpu_events": 7, "gpu.attention": 0.5, "gpu.other": 1.5,
         "gpu.unknown": "odd_kernel 1.4999",
