@@ -248,14 +248,16 @@ def _bitwise(data: pd.DataFrame, device: str) -> Claim:
     return Claim("bitwise", statement, paper, measured, device, cases, Verdict.REPRODUCED, _scope(device, coverage, failed or ""))
 
 
-def _step_rows(data: pd.DataFrame) -> tuple[pd.DataFrame, int]:
-    """The step-time rows of the run with the most GPUs, and that number."""
+def _step_rows(data: pd.DataFrame, crop: int | None = None) -> tuple[pd.DataFrame, int]:
+    """The step-time rows on the paper's number of GPUs, else on the number with most measured (at ``crop``), and that number."""
     part = _experiment(data, "step_time")
     done = part[part["ok"]] if len(part) else part
     if done.empty:
         return part, 0
-    ranks = int(done["ranks"].max())
-    return done[done["ranks"] == ranks], ranks
+    weighed = done if crop is None or not (done["n"] == crop).any() else done[done["n"] == crop]
+    counts = weighed["ranks"].value_counts()
+    ranks = max(counts.index, key=lambda number: (number == STEP_GPUS, counts[number], number))
+    return done[done["ranks"] == ranks], int(ranks)
 
 
 def _fastest_step(data: pd.DataFrame, device: str) -> Claim:
@@ -295,7 +297,7 @@ def _step_speedup(data: pd.DataFrame, device: str, baseline: str) -> Claim:
     claimed = SPEEDUPS[baseline]
     key, statement = f"step_speedup.{baseline}", f"Optimizer step at crop {STEP_CROP}: speed-up over {label(baseline)}"
     paper = f"{claimed:.2f}{TIMES} on 16 H100"
-    rows, ranks = _step_rows(data)
+    rows, ranks = _step_rows(data, STEP_CROP)
     if not on_gpu(device) or not ranks:
         why = "no GPU" if not on_gpu(device) else _why_not(rows, "step time")
         return Claim(key, statement, paper, ABSENT, device, "0", Verdict.NOT_RUN, why)

@@ -63,7 +63,13 @@ def no_duplicates(value: list[Any]) -> list[Any]:
     return value
 
 
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, list) else [value]
+
+
 Positive = Annotated[StrictInt, Field(ge=1)]
+#: Several, or one.
+Numbers = Annotated[list[Positive], BeforeValidator(_listed, json_schema_input_type=Positive | list[Positive])]
 
 
 def _number_or_n(value: Any, inner: ValidatorFunctionWrapHandler) -> Any:
@@ -278,8 +284,8 @@ class StepTime(Section):
     """Number of tokens of a sample."""
     nodes: StrictInt = Field(default=1, ge=1)
     """Number of nodes of the job."""
-    ranks_per_node: StrictInt = Field(default=1, ge=1)
-    """Number of processes, and GPUs, a node."""
+    ranks_per_node: Numbers = Field(default=[1], min_length=1)
+    """Number of processes, and GPUs, a node; several numbers measure how a step scales."""
     steps: StrictInt = Field(default=10, ge=1)
     """Number of measured steps."""
     warmup_steps: StrictInt = Field(default=3, ge=1)
@@ -299,6 +305,11 @@ class StepTime(Section):
     @classmethod
     def _list_of_entries(cls, value: Any) -> Any:
         return [_one_backend(value)] if isinstance(value, str | dict) else value
+
+    @field_validator("ranks_per_node")
+    @classmethod
+    def _different_numbers(cls, value: list[int]) -> list[int]:
+        return no_duplicates(value)
 
 
 class Stability(Section):

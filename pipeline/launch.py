@@ -208,10 +208,9 @@ def check_fit(config: ExperimentConfig, site: Site) -> None:
                 f"{name}.cell_timeout_s = {config.timeout_s(name):g} is longer than a job of the site can compute: timeout_min = "
                 f"{site.timeout_min} leaves {site.usable_s:g} s before the warning; raise timeout_min or lower cell_timeout_s"
             )
-    if config.step_time and site.gpus_per_node and config.step_time.ranks_per_node > site.gpus_per_node:
-        raise ConfigError(
-            f"step_time.ranks_per_node = {config.step_time.ranks_per_node}, but a node of the site has gpus_per_node = {site.gpus_per_node}"
-        )
+    ranks = max(config.step_time.ranks_per_node) if config.step_time else 1
+    if site.gpus_per_node and ranks > site.gpus_per_node:
+        raise ConfigError(f"step_time.ranks_per_node = {ranks}, but a node of the site has gpus_per_node = {site.gpus_per_node}")
 
 
 def _explain(left: Pending, folder: RunFolder, say: Callable[[str], None]) -> None:

@@ -227,6 +227,28 @@ def host_microseconds(step: Step, device: torch.device, repeats: int = 20) -> fl
     return statistics.median(times)
 
 
+class _Nothing(torch.autograd.Function):
+    """Its backward passes the gradient on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def autograd_step(device: torch.device) -> Step:
+    """A backward of one operator that does nothing: what autograd itself takes of the host, its thread woken included.
+
+    Every backward's host time holds it once; in a training step it is there once, not once an operator.
+    """
+    leaf = torch.ones(1, device=device, requires_grad=True)
+    gradient = torch.ones(1, device=device)
+    return Step(lambda out: torch.autograd.grad(out, leaf, gradient), prepare=lambda: _Nothing.apply(leaf))
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for the GPU, if there is one."""
     if device.type == "cuda":

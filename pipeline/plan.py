@@ -82,23 +82,25 @@ def _options(section: CaseSection) -> dict[str, Option]:
 
 
 def _step_cells(experiment: Experiment, section: StepTime | Stability) -> Iterator[Cell]:
-    options: dict[str, Option] = {"steps": section.steps, "recycles": section.recycles, "size": section.size}
+    common: dict[str, Option] = {"steps": section.steps, "recycles": section.recycles, "size": section.size}
+    each = [common]
     if isinstance(section, StepTime):
-        options |= {"nodes": section.nodes, "ranks_per_node": section.ranks_per_node}
-        options |= {"warmup_steps": section.warmup_steps, "phase_steps": section.phase_steps}
+        common |= {"warmup_steps": section.warmup_steps, "phase_steps": section.phase_steps, "nodes": section.nodes}
+        each = [common | {"ranks_per_node": ranks} for ranks in section.ranks_per_node]
     else:
-        options |= {"every": section.every}
+        common |= {"every": section.every}
     for crop in section.crops:
-        for name in section.backends if isinstance(section, StepTime) else section.runs:
-            yield Cell(
-                experiment=experiment,
-                implementation=name,
-                n=crop,
-                slices=crop,
-                heads=4,
-                head_dim=32,
-                family="openfold",
-                seed=section.seed,
-                masked=True,
-                options=options,
-            )
+        for options in each:
+            for name in section.backends if isinstance(section, StepTime) else section.runs:
+                yield Cell(
+                    experiment=experiment,
+                    implementation=name,
+                    n=crop,
+                    slices=crop,
+                    heads=4,
+                    head_dim=32,
+                    family="openfold",
+                    seed=section.seed,
+                    masked=True,
+                    options=options,
+                )

@@ -52,15 +52,20 @@ def step_time(data: pd.DataFrame, order: Sequence[str]) -> list[Section]:
         for (crop, ranks), rows in split(part, "n", "ranks"):
             title = heading_of(device, devices_of(everything), f"crop {crop}", summary.count_of_processors(device, ranks))
             keys = section_keys(device, crop=crop, ranks=ranks)
-            sections.append(_time_section(title, rows, order, keys))
+            alone = part[(part["n"] == crop) & (part["ranks"] == 1)]
+            sections.append(_time_section(title, rows, alone, order, keys))
             for words, headings in (("what the GPU works on, s a step", GPU_PARTS), ("parts of a step, s", STEP_PARTS)):
                 parts += _parts_section(f"{title}: {words}", rows, order, keys, headings)
     return sections + parts
 
 
-def _time_section(title: str, rows: pd.DataFrame, order: Sequence[str], keys: dict[str, Scalar]) -> Section:
+def _time_section(title: str, rows: pd.DataFrame, alone: pd.DataFrame, order: Sequence[str], keys: dict[str, Scalar]) -> Section:
+    """``alone``: the same crop on one GPU, against which several are compared."""
+    several = bool((rows["ranks"] > 1).all()) and summary.on_gpu(str(keys["device"]))
     columns = [Column("name", "back end", numeric=False), Column("ranks", "GPUs" if summary.on_gpu(str(keys["device"])) else "processes")]
     columns += [Column("s.wall", "wall s/step"), Column("spread", "spread %"), Column("s.gpu_busy", "GPU busy s/step")]
+    if several:
+        columns += [Column("nccl", "NCCL %"), Column("efficiency", "efficiency %")]
     columns += [Column(heading, heading) for heading in STEP_BASELINES]
     columns += [Column("peak", "peak GiB"), Column("loss", "loss"), Column("grad_norm", "grad norm")]
     measured = [c for c in rows.columns if c.startswith(("s.", "gpu.", "forward.", "backward.", "wall.", "gpu_busy.")) or c in GPU_PARTS]
@@ -75,6 +80,8 @@ def _time_section(title: str, rows: pd.DataFrame, order: Sequence[str], keys: di
         row.remark = summary.shortfall(part)
         for name in ("s.wall", "s.gpu_busy"):
             row.values[name] = number(mean(part, name))
+        if several:
+            _scaling(row, part, alone[alone["implementation"] == row.data["implementation"]])
         row.values["peak"] = number(mean(part, "peak_bytes"), factor=1 / GIB)
         spread = (mean(part, "wall.p90") - mean(part, "wall.p10")) / mean(part, "s.wall")
         row.values["spread"] = number(spread, digits=2, factor=100)
@@ -95,6 +102,16 @@ def _time_section(title: str, rows: pd.DataFrame, order: Sequence[str], keys: di
     for name in ("s.wall", "s.gpu_busy"):
         mark_best(out, name)
     return Section(title, columns, out, keys, note=model_note(rows))
+
+
+def _scaling(row: Row, part: pd.DataFrame, alone: pd.DataFrame) -> None:
+    """Share of communication (with the wait for the slowest GPU) in the GPUs' time, and one GPU's time as a share of it."""
+    communication = mean(part, "gpu_communication")
+    together = mean(part, "s.gpu_busy") + communication
+    shares = {"nccl": communication / together, "efficiency": mean(alone, "s.gpu_busy") / together}
+    for name, share in shares.items():
+        row.values[name] = number(share, factor=100)
+        row.data[name] = None if math.isnan(share) else share
 
 
 def _parts_section(

@@ -80,7 +80,8 @@ CAPTIONS = {
         "timed call, or an accuracy record of the same machine and kernel sources, passes "
         f"(relative RMSE of every tensor at most {summary.WRONG:.0%}). "
         "fwd+grad: forward that keeps what the backward needs; peak: memory above "
-        "the inputs, forward + backward; host: time until the calls return. Fastest in bold at each N.",
+        "the inputs, forward + backward; host: time until both calls return (in the CSV each, and as host_us.autograd that of a backward "
+        "that does nothing). Fastest in bold at each N.",
     ),
     "accuracy_multiplication": ("Triangle multiplication: accuracy against FP64", _ERRORS),
     "determinism_multiplication": (
@@ -106,8 +107,10 @@ CAPTIONS = {
         "OpenFold3 training step",
         "Time of one optimizer step by back end, median of the measured steps of the slowest rank, and the speed-up over the named "
         "baselines (in GPU busy time where it was measured, else in wall time). GPU busy: union of the intervals of kernels and copies in "
-        "one profiled step, communication apart. What the GPU works on is told by the kernels' names: attention and multiplication are "
-        "fused kernels; where there are none (stock, LMA) they are matrix products, softmax and element-wise kernels. Parts in brackets "
+        "one profiled step, communication apart. On several GPUs: NCCL, the share of communication, with the wait for the slowest GPU, in "
+        "busy time and communication; efficiency, one GPU's busy time as a share of that sum. What the GPU works on is told by the "
+        "kernels' names: attention and multiplication are fused kernels; where there are none (stock, LMA) they are matrix products, "
+        "softmax and element-wise kernels. Parts in brackets "
         "are inside the one before. Peak: memory allocated on the GPU, or resident on a CPU.",
     ),
     "stability": (

@@ -107,7 +107,7 @@ def _kernel_row(size: str, part: pd.DataFrame, data: pd.DataFrame, usual: float)
         remarks.append("throttled: " + ", ".join(sorted(seen)))
     row.values["peak"] = number(mean(part, "peak_bytes.both"), factor=1 / MIB)
     row.values["host"] = number(mean(part, "host_us.forward") + mean(part, "host_us.backward"))
-    for name in ("peak_bytes.forward", "peak_bytes.both", "host_us.forward", "host_us.backward"):
+    for name in ("peak_bytes.forward", "peak_bytes.both", "host_us.forward", "host_us.backward", "host_us.autograd"):
         row.data[name] = mean(part, name)
     row.data["accuracy_size"] = _size(int(gate.accuracy["n"].iloc[0]), int(gate.accuracy["slices"].iloc[0]))
     for key in (error_key(t) for t in BESIDE.get(operator, SHOWN[operator])):

@@ -8,7 +8,10 @@
 # barrier for its warp, racecheck takes what the other lanes wrote for unordered. In that library every lane arrives. The copies of the bulk
 # engine and the operands of wgmma are outside what racecheck sees, in either library and in triangle multiplication's kernels.
 #
-# Those are compiled by Triton at their first call, here or before (TRITON_CACHE_DIR keeps them). initcheck leaves them out: only they are
+# Of those racecheck reports, in each one that has partitions of warps, how Triton tells them what to run. sanitize_racecheck.py leaves
+# exactly that out of the verdict.
+#
+# They are compiled by Triton at their first call, here or before (TRITON_CACHE_DIR keeps them). initcheck leaves them out: only they are
 # instrumented, so that what cuBLAS writes for them would count as never written.
 set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/../.." && pwd)
@@ -29,13 +32,15 @@ if command -v ninja >/dev/null; then export CMAKE_GENERATOR="${CMAKE_GENERATOR:-
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
-# PyTorch's own kernels are not instrumented: $options has filters of names. $quick is empty or one word.
+# PyTorch's own kernels are not instrumented: $options has filters of names. $quick is empty or one word. $found is the exit status where
+# the program succeeds and the tool finds something.
+found=1 limit=20
 sanitize() { # OPERATOR TOOL CASES
     quick=
     [ "$2" = memcheck ] || quick=--quick # the others are slower by far
     echo "compute-sanitizer $2, triangle $1"
     # shellcheck disable=SC2086
-    compute-sanitizer --tool "$2" $options --error-exitcode 1 --print-limit 20 "${PYTHON:-python3}" "$root/kernels/tools/$3" $quick
+    compute-sanitizer --tool "$2" $options --error-exitcode "$found" --print-limit "$limit" "${PYTHON:-python3}" "$root/kernels/tools/$3" $quick
 }
 
 attention() { # TOOL
@@ -60,7 +65,16 @@ multiplication() { # TOOL
     [ -n "$options" ] || { echo "no kernels found in triangle_multiplication/cuda.py; this script reads their names there" >&2; exit 2; }
     # Allocations lie side by side: without a gap, one that is overrun by a row may end where the next begins.
     [ "$1" != memcheck ] || options="$options --padding 4096"
-    sanitize multiplication "$1" sanitize_multiplication_cases.py
+    if [ "$1" = racecheck ]; then
+        found=9 limit=1000 status=0
+        sanitize multiplication "$1" sanitize_multiplication_cases.py >"$scratch/racecheck" 2>&1 || status=$?
+        cat "$scratch/racecheck"
+        [ "$status" = 0 ] || [ "$status" = "$found" ] || exit "$status"
+        "${PYTHON:-python3}" "$root/kernels/tools/sanitize_racecheck.py" "$scratch/racecheck" "$limit"
+        found=1 limit=20
+    else
+        sanitize multiplication "$1" sanitize_multiplication_cases.py
+    fi
 }
 
 for tool in ${tools:-memcheck racecheck}; do

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import turbopair
-from pipeline.measure import Step, host_microseconds
+from pipeline.measure import Step, autograd_step, host_microseconds
 from tests.gpu import checks
 
 pytestmark = pytest.mark.gpu
@@ -68,7 +68,7 @@ def _settled(limit: int, seconds: float = 5.0) -> int:
 
 @pytest.mark.parametrize("dim", [16, 32])
 def test_host_time_is_reported(hopper: torch.device, dim: int, record_property: checks.Record) -> None:
-    """Median host microseconds of a forward and of a backward call, each right after one like it, as in a training step.
+    """Median host microseconds of a forward and of a backward call, and of a backward that does nothing, each right after one like it.
 
     Reported in the stamp; a shared machine is no place for a limit.
     """
@@ -79,7 +79,7 @@ def test_host_time_is_reported(hopper: torch.device, dim: int, record_property: 
         return turbopair.triangle_attention(*leaves)
 
     backward = Step(lambda out: torch.autograd.grad(out, leaves, data["dout"]), prepare=forward)
-    for name, step in {"forward": Step(forward), "backward": backward}.items():
+    for name, step in {"forward": Step(forward), "backward": backward, "autograd": autograd_step(hopper)}.items():
         median = host_microseconds(step, hopper, repeats=200)
         record_property(f"host_us.{name}.d{dim}", round(median, 1))
         print(f"host time of a {name} call, D = {dim}: {median:.1f} us")

@@ -147,7 +147,7 @@ def test_a_cell_must_fit_into_a_job() -> None:
         {
             "name": "t",
             "accuracy": {"implementations": ["eager"], "cell_timeout_s": 600},
-            "step_time": {"backends": ["lma"], "ranks_per_node": 8},
+            "step_time": {"backends": ["lma"], "ranks_per_node": [1, 8]},
         }
     )
     check_fit(config, sites.LocalSite())

@@ -26,6 +26,15 @@ def test_ids_do_not_change_by_accident() -> None:
     assert [cell.id for cell in plan(CONFIG)] == GOLDEN
 
 
+def test_a_step_is_planned_for_each_number_of_ranks() -> None:
+    section = {"backends": ["pytorch", "lma"], "crops": [384], "nodes": 2, "ranks_per_node": [1, 4]}
+    cells = plan(ExperimentConfig.model_validate({"name": "t", "step_time": section}))
+    assert [(cell.implementation, cell.ranks) for cell in cells] == [("pytorch", 2), ("lma", 2), ("pytorch", 8), ("lma", 8)]
+    for wrong, text in (([2, 2], "given twice"), ([], "at least 1"), (0, "greater than or equal to 1")):
+        with pytest.raises(ValidationError, match=text):
+            ExperimentConfig.model_validate({"name": "t", "step_time": {**section, "ranks_per_node": wrong}})
+
+
 def test_the_plan_is_a_pure_function_in_a_fixed_order() -> None:
     assert plan(CONFIG) == plan(CONFIG)
     assert [cell.experiment for cell in plan(CONFIG, ["ablation", "accuracy"])] == ["accuracy"] * 6 + ["ablation"] * 2

@@ -1,6 +1,6 @@
 """Triton's part of triangle multiplication without a GPU: what the compiler makes of the kernels, and the small kernels interpreted."""
 
-import importlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -17,6 +17,7 @@ pytest.importorskip("triton", reason="Triton is an optional dependency: pip inst
 PACKAGE = "turbopair.triangle_multiplication"
 SHARED_LIMIT = 227 * 1024  # bytes a CTA may have on Hopper
 KERNELS = ("input_forward", "output_forward", "output_backward", "input_backward", "weight_gradients")
+TOOLS = Path(__file__).resolve().parents[3] / "kernels/tools"
 MODULES = ("input_kernels", "output_kernels", "gradient_kernels")
 
 
@@ -80,6 +81,28 @@ def _compile(name: str, launch: tuple[tuple[Any, ...], dict[str, Any], dict[str,
     return compiled.asm["ptx"], compiled.metadata
 
 
+def _sanitize_racecheck() -> Any:
+    spec = importlib.util.spec_from_file_location("sanitize_racecheck", TOOLS / "sanitize_racecheck.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _accesses_at(places: set[tuple[str, ...]], kernel: str, ptx: str) -> list[tuple[str, int]]:
+    """Instructions on shared memory that carry a line of the kernel's places, and their offsets."""
+    lines = {place[2:] for place in places if place[1] == kernel}
+    found, here = [], False
+    for text in ptx.splitlines():
+        if match := re.match(r"\s*\.loc\s.*// (\w+\.py):(\d+)", text):
+            here = match.groups() in lines
+        elif here and ".shared" in text:
+            match = re.match(r"\s*(ld|st)\.shared\.\S+.*\[\S+?\+(\d+)\]", text)
+            assert match, text
+            found.append((match[1], int(match[2])))
+    return found
+
+
 @pytest.mark.parametrize("channels,masked", [(128, False), (64, True)])
 @pytest.mark.parametrize("name", sorted(KERNELS))
 def test_kernels_compile_for_hopper(name: str, channels: int, masked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,6 +115,10 @@ def test_kernels_compile_for_hopper(name: str, channels: int, masked: bool, tmp_
     assert "cp.async.bulk.tensor" in ptx
     # Stores of tiles are vectors; single elements are left to statistics and partial sums.
     assert not re.search(r"(ld|st)\.global\.(b16|u16)", ptx)
+    # Where racecheck's hazards are left out, the only accesses are those to what each warp beyond four is to run, behind all allocations.
+    state = metadata.shared - (metadata.num_warps - 4)
+    accesses = [] if name == "weight_gradients" else [("ld", state - 4), ("st", state), ("st", state)]
+    assert sorted(_accesses_at(_sanitize_racecheck().hand_overs(), name, ptx)) == accesses
     (tmp_path / "kernel.ptx").write_text(ptx)
     ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     command = [ptxas, "-arch=sm_90a", "-v", tmp_path / "kernel.ptx", "-o", tmp_path / "kernel.cubin"]

@@ -13,6 +13,8 @@ SHOWN = {
     "turbopair.paper": "turbopair `paper` (default)",
     "turbopair.exact": "turbopair `exact`",
     "flex": "FlexAttention (torch.compile)",
+    "turbopairformer": "turbopairformer 0.1.3 (published)",
+    "trifast": "trifast 0.1.13",
     "cuequivariance": "cuEquivariance 0.13.0",
     "eager": "PyTorch eager (OpenFold3 stock)",
 }
@@ -47,8 +49,8 @@ def kernel_rows() -> list[str]:
 
 
 def step_rows() -> list[str]:
-    """OpenFold3's optimizer step, from step_time.csv."""
-    found = {(int(row["crop"]), row["implementation"]): row for row in table("step_time")}
+    """OpenFold3's optimizer step on one GPU, from step_time.csv."""
+    found = {(int(row["crop"]), row["implementation"]): row for row in table("step_time") if row["ranks"] == "1"}
     lines = []
     for name, title in STEPS.items():
         cells = [title]

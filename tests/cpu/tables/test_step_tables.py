@@ -35,6 +35,16 @@ def test_steps_of_other_numbers_of_gpus_and_crops_are_not_compared():
     assert not any("speedup.cuequivariance" in row.data for s in sections for row in s.rows if row.data["implementation"] == "turbopair")
 
 
+def test_several_gpus_are_compared_with_one():
+    records = [syn.step("turbopair", busy=9.5), syn.step("turbopair", busy=9.5, ranks=4), syn.step("lma", busy=9.0, ranks=4)]
+    one, four = (section for section in build("step_time", records).sections if not section.detail)
+    assert not {"nccl", "efficiency"} & {column.key for column in one.columns}
+    own = row_of(four, "turbopair")
+    assert own.values["nccl"].text == "5.00" and own.data["nccl"] == pytest.approx(0.05)
+    assert own.values["efficiency"].text == "95.0" and own.data["efficiency"] == pytest.approx(0.95)
+    assert row_of(four, "lma").values["efficiency"].raw is None  # no record of one GPU
+
+
 def test_parts_of_the_gpu_time_and_of_the_step_have_sections_of_their_own():
     records = [syn.step("turbopair", busy=6.0, wall=10), syn.step("lma", busy=None, wall=30)]
     table = build("step_time", records)
@@ -64,6 +74,14 @@ def test_step_claims_are_computed_from_the_records_with_most_gpus():
     assert found["step_speedup.cuequivariance"].words.startswith("exceeded")
     assert found["step_speedup.cuequivariance"].measured.startswith("1.20")
     assert found["step_lowest"].verdict is claims.Verdict.REPRODUCED
+
+
+def test_a_few_steps_on_more_gpus_do_not_take_the_place_of_a_full_run():
+    records = [syn.step(name, crop, busy=busy) for crop in (384, 768) for name, busy in {"triton": 16.0, "turbopair": 7.0}.items()]
+    records += [syn.step("triton", 384, busy=4.0, ranks=2), syn.step("turbopair", 384, busy=5.0, ranks=2)]
+    found = {claim.key: claim for claim in claims.evaluate(summary.frame(records))}
+    assert found["step_lowest"].cases == "2 crops" and "1 GPU, not 16" in found["step_lowest"].words
+    assert found["step_speedup.triton"].measured.startswith("2.29")
 
 
 # --- stability -------------------------------------------------------------------------------------------------------
