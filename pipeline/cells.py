@@ -22,6 +22,9 @@ Direction = Literal["outgoing", "incoming"]
 Dtype = Literal["bf16", "fp32"]
 Option = int | float | str | bool
 
+#: Those that take no times: the order of their cells, and what else the machine does meanwhile, decides nothing.
+UNTIMED: tuple[Experiment, ...] = ("accuracy", "determinism")
+
 #: The sizes and dtypes that a cell of each operator has, beside the fields that all cells have.
 FIELDS: dict[str, tuple[str, ...]] = {
     "triangle_attention": ("slices", "heads", "head_dim", "bias_dtype"),

@@ -109,6 +109,7 @@ def _os_name() -> str:
         return platform.system()
 
 
+@lru_cache(maxsize=8)
 def _version(distribution: str) -> str | None:
     try:
         return metadata.version(distribution)

@@ -27,10 +27,9 @@ uniform softmax of such a slice, excluding the keys does not. The output of thes
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import torch
@@ -124,6 +123,11 @@ class Inputs:
         """Bytes of all tensors."""
         return sum(t.numel() * t.element_size() for t in (self.q, self.k, self.v, self.bias, self.dout, self.mask) if t is not None)
 
+    def to(self, device: torch.device | str) -> Inputs:
+        """The same values on ``device``."""
+        tensors = {name: getattr(self, name).to(device) for name in ("q", "k", "v", "bias", "dout")}
+        return replace(self, **tensors, mask=None if self.mask is None else self.mask.to(device))
+
     def checksum(self) -> str:
         """SHA-256 over the bytes of every tensor: equal on two machines exactly when the inputs are."""
         digest = hashlib.sha256()
@@ -142,12 +146,7 @@ def make(cell: Case | Any, device: torch.device | str = "cpu") -> Inputs:
     ``openfold`` family are not there.
     """
     case = cell if isinstance(cell, Case) else Case.of(cell)
-    cpu = _captured(case) if case.family == "openfold" else _random(case)
-    return Inputs(
-        **{name: getattr(cpu, name).to(device) for name in ("q", "k", "v", "bias", "dout")},
-        mask=None if cpu.mask is None else cpu.mask.to(device),
-        scale=cpu.scale,
-    )
+    return (_captured(case) if case.family == "openfold" else _random(case)).to(device)
 
 
 def padding_mask(slices: int, n: int) -> torch.Tensor:
@@ -187,7 +186,8 @@ def draw(draws: str, name: str, shape: tuple[int, ...], dtype: torch.dtype, chan
         values = torch.randn(target.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         target.copy_(values if change is None else change(values))
 
-    with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
+    # as many as PyTorch may use: a machine may have more CPUs than this process
+    with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:
         list(pool.map(fill, range(0, shape[0], _BLOCK)))
     return result
 

@@ -12,7 +12,7 @@ its tokens are, and the cotangent of every other pair is zero, as in training, w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -101,6 +101,16 @@ class PairInputs:
     mask: torch.Tensor | None
     weights: dict[str, torch.Tensor]
 
+    def to(self, device: torch.device | str) -> PairInputs:
+        """The same values on ``device``."""
+        return replace(
+            self,
+            z=self.z.to(device),
+            dout=self.dout.to(device),
+            mask=None if self.mask is None else self.mask.to(device),
+            weights={name: weight.to(device) for name, weight in self.weights.items()},
+        )
+
 
 def make(case: MultiplicationCase | ModuleCase, device: torch.device | str = "cpu") -> PairInputs:
     """The inputs of a case on ``device``."""
@@ -114,13 +124,8 @@ def make(case: MultiplicationCase | ModuleCase, device: torch.device | str = "cp
     if case.has_mask:
         mask = padding_mask(case.n)
         dout[~mask] = 0
-    return PairInputs(
-        case=case,
-        z=z.to(device),
-        dout=dout.to(device),
-        mask=None if mask is None else mask.to(device),
-        weights={name: weight.to(device=device, dtype=dtype) for name, weight in weights.items()},
-    )
+    drawn = PairInputs(case=case, z=z, dout=dout, mask=mask, weights={name: weight.to(dtype) for name, weight in weights.items()})
+    return drawn.to(device)
 
 
 def padding_mask(n: int) -> torch.Tensor:

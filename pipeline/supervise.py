@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from pipeline import REPOSITORY
-from pipeline.cells import Cell
+from pipeline.cells import UNTIMED, Cell
 from pipeline.records import Record, RecordStore, RecordWriteError, Status, failure, now
 from pipeline.todo import Chunk, Item, attempted, by_case
-from pipeline.worker import END
+from pipeline.worker import END, NEXT
 
 START_TIMEOUT_S = 600.0  # importing PyTorch from a cold network file system can take minutes
 LOG_TAIL = 12
@@ -250,10 +250,10 @@ class Supervisor:
 
     def _serve_queue(self, number: int) -> None:
         worker: Worker | None = None
+        following: list[Item] | None = None
         try:
             while not self.stop.is_set():
-                with self._lock:
-                    group = self._queue.popleft() if self._queue else None
+                group, following = self._take(following)
                 if group is None:
                     break
                 for item in group:
@@ -261,7 +261,7 @@ class Supervisor:
                         worker = self._started(number)
                     if worker is None:  # told to stop
                         return
-                    if not self._compute(worker, item):
+                    if not self._compute(worker, item, following[0].cell if following else None):
                         worker = None
                     if self.stop.is_set():
                         return
@@ -271,6 +271,13 @@ class Supervisor:
         finally:
             if worker is not None:
                 worker.kill()
+
+    def _take(self, held: list[Item] | None) -> tuple[list[Item] | None, list[Item] | None]:
+        """The group to compute, and the one after it, whose inputs may be drawn meanwhile: not while times are taken."""
+        with self._lock:
+            group = held or (self._queue.popleft() if self._queue else None)
+            quiet = group and self._queue and {group[0].cell.experiment, self._queue[0][0].cell.experiment} <= set(UNTIMED)
+            return group, self._queue.popleft() if quiet else None
 
     def _started(self, number: int) -> Worker | None:
         device, environment = self.devices[number]
@@ -291,11 +298,13 @@ class Supervisor:
             return None
         raise WorkerError(f"a worker was not ready after {self.start_timeout_s:.0f} s; log: {worker.log}")
 
-    def _compute(self, worker: Worker, item: Item) -> bool:
-        """Compute one item; whether the worker can go on."""
+    def _compute(self, worker: Worker, item: Item, following: Cell | None) -> bool:
+        """Compute one item; whether the worker can go on. ``following`` is a cell of the case that comes after the item's."""
         cell, started = item.cell, now()
         self.tell({"event": "start", "cell_id": cell.id})
         worker.send(item.model_dump_json())
+        if following is not None:
+            worker.send(NEXT + following.model_dump_json())
         outcome = worker.wait(self.timeout_s(cell), self.stop)
         if outcome.kind == "done":
             self.tell(outcome.event)

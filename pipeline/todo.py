@@ -12,13 +12,12 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from pipeline.cells import Cell
+from pipeline.cells import UNTIMED, Cell
 from pipeline.records import DamagedRecord, Record, RecordStore, Status, write_atomically
 
 
@@ -117,12 +116,19 @@ def attempted(item: Item, store: RecordStore, kernel_digest: str) -> Record | No
 
 
 def by_case(items: Iterable[Item]) -> list[list[Item]]:
-    """Neighbours with the same inputs, grouped: one process should compute a group."""
-    return [list(group) for _, group in groupby(items, key=lambda item: item.cell.case)]
+    """Items with the same inputs, grouped: one process should compute a group.
+
+    Experiments that take no times share a group, so that each case is drawn once for all of them; every other one has its own.
+    """
+    groups: dict[tuple[Any, ...], list[Item]] = {}
+    for item in items:
+        experiment = "" if item.cell.experiment in UNTIMED else item.cell.experiment
+        groups.setdefault((experiment, *item.cell.case), []).append(item)
+    return list(groups.values())
 
 
 def split(items: Iterable[Item], size: int) -> list[list[Item]]:
-    """Parts of about ``size`` items; neighbours with the same inputs stay together."""
+    """Parts of about ``size`` items; those with the same inputs stay together."""
     parts: list[list[Item]] = []
     for group in by_case(items):
         if parts and len(parts[-1]) < size:

@@ -1,8 +1,9 @@
 """The process that computes cells, one after another, and nothing else.
 
 It is started and watched by :mod:`pipeline.supervise`: cells arrive as lines on standard input, events leave as lines on
-the file descriptor given. When the input ends without the closing line, whoever gave the cells is gone and so is the
-worker, at once: records are written in one step, so nothing is left half-done.
+the file descriptor given. A line behind a cell may name a cell of the case that comes after: its inputs are drawn meanwhile.
+When the input ends without the closing line, whoever gave the cells is gone and so is the worker, at once: records are
+written in one step, so nothing is left half-done.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.cells import UNTIMED, Cell
 from pipeline.records import Record, RecordStore, RecordWriteError, write_atomically
 from pipeline.todo import Item
 
 END = "end"
+NEXT = "next "
 DISK_EXIT = 74  # EX_IOERR of sysexits.h
 
 
@@ -49,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import turbopair
     from pipeline import devices
     from pipeline.environment import collect
-    from pipeline.experiments import execute
+    from pipeline.experiments import execute, shared
 
     for plugin in options.plugin:
         importlib.import_module(plugin)
@@ -69,7 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     store = RecordStore(options.results)
     while (line := lines.get()) != END:
+        if line.startswith(NEXT):  # after the item, which has taken what was drawn for itself
+            shared.draw_ahead(Cell.model_validate_json(line.removeprefix(NEXT)))
+            continue
         item = Item.model_validate_json(line)
+        if item.cell.experiment not in UNTIMED:
+            shared.stop_drawing()
         record = execute(item.cell, device).model_copy(update={"attempt": item.attempt})
         try:
             _write(record, store, options.rank_file)

@@ -1,10 +1,15 @@
 """What the experiments on the operators share: the inputs and the FP64 reference of a case, and running a peer once.
 
-Cells of one case lie side by side in a run, so the cache holds one case: its inputs, and its reference when asked for.
+Cells of one case lie side by side in a run, so the cache holds one case: its inputs, and its reference when asked for. The
+inputs of the case that comes after it may be drawn meanwhile, in a thread; they wait in host memory.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 
@@ -28,10 +33,45 @@ def case_of(cell: Cell) -> AnyCase:
     return case
 
 
+def _yield_to_others() -> None:
+    """Let the threads that launch kernels go first; threads started by this one inherit it."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
+_drawer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="inputs", initializer=_yield_to_others)
+_ahead: dict[AnyCase, Future[Any]] = {}
+
+
+def _drawn(case: AnyCase) -> Any:
+    return inputs.make(case) if isinstance(case, Case) else pair_inputs.make(case)
+
+
+def draw_ahead(cell: Cell) -> None:
+    """Begin to draw the inputs of the case that comes after the present one, of which ``cell`` is one; called again, it does nothing."""
+    try:
+        coming = case_of(cell)
+    except ValueError:  # a case that does not exist: its own cell will say so
+        return
+    if coming in _ahead:
+        return
+    while len(_ahead) > 1:  # the present case may not have been taken yet; one before it will not be
+        _ahead.pop(next(iter(_ahead))).cancel()
+    _ahead[coming] = _drawer.submit(_drawn, coming)
+
+
+def stop_drawing() -> None:
+    """Drop what is drawn ahead and wait until nothing is: times are going to be taken."""
+    for case in list(_ahead):
+        _ahead.pop(case).cancel()
+    _drawer.submit(int).result()  # behind the drawing that could not be cancelled
+
+
 @lru_cache(maxsize=1)
 def inputs_for(case: AnyCase, device: torch.device) -> Any:
-    """The inputs of a case on a device; the last case is kept."""
-    return inputs.make(case, device) if isinstance(case, Case) else pair_inputs.make(case, device)
+    """The inputs of a case on a device, drawn now or ahead; the last case is kept."""
+    ahead = _ahead.pop(case, None)
+    return (_drawn(case) if ahead is None else ahead.result()).to(device)
 
 
 @lru_cache(maxsize=1)
@@ -65,6 +105,7 @@ def results(bound: Bound) -> dict[str, torch.Tensor]:
 
 
 def forget() -> None:
-    """Drop the cached case (a test that replaces an implementation, or memory that is needed)."""
+    """Drop the cached cases (a test that replaces an implementation, or memory that is needed)."""
+    stop_drawing()
     inputs_for.cache_clear()
     reference_for.cache_clear()

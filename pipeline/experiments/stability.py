@@ -6,13 +6,16 @@ computes: `pytorch_fp32` (OpenFold3's own code without autocast, TF32 off), `pyt
 
 Options of a cell: `steps`, `every` (the gradient is compared at the first step of so many), `size` ("reduced" or "full"), `recycles`, and
 optionally `msa_rows` (default 32). The distance is taken at the run's own weights: the gradient as the run computes it, and that of
-OpenFold3's own code in fp32 for the same weights, batch and noise.
+OpenFold3's own code in fp32 for the same weights, batch and noise. Steps leave out what the weights do not depend on, and the permutation
+alignment is on the host: runs share a GPU, on which every wait for it is a turn of the others.
 """
 
 import itertools
 import math
 import statistics
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +23,7 @@ import torch
 from pipeline.cells import Cell
 from pipeline.curves import encode
 from pipeline.experiments import training
-from pipeline.openfold import batches, gradients, model
+from pipeline.openfold import alignment, batches, gradients, model
 from pipeline.openfold.ranks import Ranks, StepFailed
 from pipeline.openfold.step import TrainingStep
 from turbopair import PRECISIONS
@@ -31,6 +34,8 @@ FP32 = "pytorch_fp32"
 CURVES = ("loss", "grad_norm", "distance", "distance_triangle")
 #: steps at either end over which the loss is averaged
 ENDS = 10
+#: a line about progress goes to the log after so many steps
+LINE_EVERY = 20
 
 
 def run(cell: Cell, device: torch.device) -> dict[str, Metric]:
@@ -80,8 +85,8 @@ def _run(cell: Cell, device: torch.device) -> dict[str, Metric]:
     module, plugged = training.ready(backend, size, cell.n, cell.seed, recycles, device)
     twin, _ = training.ready(model.find_backend("pytorch"), size, cell.n, cell.seed, recycles, device)
     with training.tf32(bf16 and device.type == "cuda"):
-        step = TrainingStep(module, next(samples), Ranks(0, 1, device), bf16=bf16)
-        curves, diverged = _train(step, twin, samples, cell.seed, steps, every)
+        step = TrainingStep(module, {}, Ranks(0, 1, device), bf16=bf16, bare=True)
+        curves, diverged = _train(step, twin, _told(itertools.islice(samples, steps), cell.implementation, steps), cell.seed, every)
     if plugged is not None and (sites := model.not_served(plugged)):
         raise RuntimeError(f"{cell.implementation} did not serve every triangle operation of the steps: {', '.join(sites)}")
     return {**_summary(curves), **({"diverged": diverged} if diverged else {}), "every": every, "tokens": cell.n, "size": size}
@@ -102,30 +107,40 @@ def samples_of(tokens: int, seed: int, msa_rows: int | None) -> Iterator[batches
 
 
 def _train(
-    step: TrainingStep, twin: Any, samples: Iterator[batches.Batch], seed: int, steps: int, every: int
+    step: TrainingStep, twin: Any, samples: Iterable[batches.Batch], seed: int, every: int
 ) -> tuple[dict[str, list[float]], str | None]:
-    """The curves, and what went wrong at which step if it did. The step's batch is the first sample."""
+    """The curves of a step on each sample, and what went wrong at which step if it did."""
     curves: dict[str, list[float]] = {name: [] for name in CURVES}
-    for number in range(steps):
-        if number:
-            step.batch = next(samples)
+    for number, sample in enumerate(samples):
         noise = seed + 1000 * (number + 1)
         problem: str | None = None
-        for name, value in (_distances(step, twin, noise) if number % every == 0 else {}).items():
-            if math.isfinite(value):
-                curves[name].append(value)
-            else:
-                problem = f"the {name} of the gradient from fp32 is {value}"
-        model.seed_rank(noise, 0)
-        try:
-            outcome = step()
-        except StepFailed as error:
-            problem = str(error)  # says more
+        with alignment.on_host(sample, step.ranks.device) as step.batch:
+            for name, value in (_distances(step, twin, noise) if number % every == 0 else {}).items():
+                if math.isfinite(value):
+                    curves[name].append(value)
+                else:
+                    problem = f"the {name} of the gradient from fp32 is {value}"
+            model.seed_rank(noise, 0)
+            try:
+                outcome = step()
+            except StepFailed as error:
+                problem = str(error)  # says more
         if problem is not None:
             return curves, f"at step {number}: {problem}"
         curves["loss"].append(outcome.loss)
         curves["grad_norm"].append(outcome.grad_norm)
     return curves, None
+
+
+def _told(samples: Iterable[batches.Batch], name: str, steps: int) -> Iterator[batches.Batch]:
+    """The samples, with a line in the log after every `LINE_EVERY` of them: a run that is stopped leaves nothing else."""
+    start = time.perf_counter()
+    for done, sample in enumerate(samples):
+        if done and done % LINE_EVERY == 0:
+            now = time.perf_counter()
+            print(f"{name}: {done} of {steps} steps, {(now - start) / LINE_EVERY:.2f} s a step", file=sys.stderr, flush=True)
+            start = now
+        yield sample
 
 
 def _distances(step: TrainingStep, twin: Any, noise: int) -> dict[str, float]:

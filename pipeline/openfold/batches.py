@@ -187,7 +187,7 @@ def _take(value: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
 def copy(batch: Any, device: torch.device | None = None) -> Any:
     """A copy of a (nested) batch whose tensors may be changed in place, on `device` if given."""
     if isinstance(batch, torch.Tensor):
-        return batch.clone() if device is None or device == batch.device else batch.to(device)
+        return batch.clone() if device is None else batch.to(device, copy=True)
     if isinstance(batch, dict):
         return {key: copy(value, device) for key, value in batch.items()}
     if isinstance(batch, list):

@@ -41,11 +41,13 @@ def distance(
         odd = sorted(expected.keys() ^ actual.keys())
         raise ValueError(f"{len(odd)} parameters have a gradient on one side only, {odd[0]} among them")
     names = [name for name in expected if of(name)]
-    error = sum((_square(expected[name].double() - actual[name].double()) for name in names), torch.zeros(()))
-    length = sum((_square(expected[name].double()) for name in names), torch.zeros(()))
-    if not float(length):
+    errors = [_square(expected[name].double() - actual[name].double()) for name in names]
+    lengths = [_square(expected[name].double()) for name in names]
+    # one wait for the device, not one a parameter
+    error, length = torch.stack([torch.stack(errors).sum(), torch.stack(lengths).sum()]).tolist() if names else (0.0, 0.0)
+    if not length:
         raise ValueError(f"the expected gradient is zero ({len(names)} parameters)")
-    return float((error / length).sqrt())
+    return float((error / length) ** 0.5)
 
 
 def of_triangles(name: str) -> bool:
@@ -54,4 +56,4 @@ def of_triangles(name: str) -> bool:
 
 
 def _square(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.square().sum().cpu()
+    return tensor.square().sum()

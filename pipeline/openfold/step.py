@@ -65,13 +65,20 @@ class Outcome:
 class TrainingStep:
     """Optimizer steps of one `OpenFold3AllAtom` module on one batch. Calling it computes a step and returns its Outcome."""
 
-    def __init__(self, module: Any, batch: batches.Batch, ranks: Ranks, bf16: bool = True) -> None:
-        """`module` is moved to the device of `ranks`; `batch` stays where it is. `bf16` is Lightning's "bf16-mixed", else fp32."""
+    def __init__(self, module: Any, batch: batches.Batch, ranks: Ranks, bf16: bool = True, bare: bool = False) -> None:
+        """`module` is moved to the device of `ranks`; `batch` stays where it is. `bf16` is Lightning's "bf16-mixed", else fp32.
+
+        `bare`, for one rank, leaves out what has no effect on its weights: the average over ranks, which is a wait for the device for
+        each parameter, the training metrics, and the moving average.
+        """
+        if bare and ranks.world > 1:
+            raise ValueError(f"a step of {ranks.world} ranks cannot leave out the average over ranks")
         self.module = module.to(ranks.device)
         self.model = module.model
         self.batch = batch
         self.ranks = ranks
         self.bf16 = bf16
+        self._bare = bare
         if module.grad_manager is None:
             raise ValueError("this OpenFold3 configuration does not clip per sample, which the step is written for")
         schedule = module.configure_optimizers()
@@ -84,7 +91,10 @@ class TrainingStep:
         self._grad_norm = math.nan
         self.manager.log_outlier_samples = self._record_norm
         module._identify_confidence_params()
-        module.ema.init_params(self.model)
+        if bare:
+            self.manager._sync_and_average_grads = lambda: None
+        else:
+            module.ema.init_params(self.model)
         self._clock = Clock(ranks.device, synchronise=False)
         for part, method in _FORWARD_PARTS.items():
             setattr(self.model, method, self._timed(f"forward.{part}", getattr(self.model, method)))
@@ -124,10 +134,11 @@ class TrainingStep:
                 self.optimizer.step()
                 self.scheduler.step()
                 self.manager.reset_accumulator()
-            with clock.phase("metrics"):
-                self.module._get_metrics(batch, outputs, train=True)
-            with clock.phase("ema"):
-                self.module.ema.update(self.model)
+            if not self._bare:
+                with clock.phase("metrics"):
+                    self.module._get_metrics(batch, outputs, train=True)
+                with clock.phase("ema"):
+                    self.module.ema.update(self.model)
         return loss, losses
 
     def _local_part(self, clock: Clock) -> tuple[float, dict[str, float], Any, Any]:

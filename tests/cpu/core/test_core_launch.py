@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline import devices, launch
+from pipeline.cells import Cell
 from pipeline.config import ExperimentConfig
 from pipeline.folder import FolderError, RunFolder, differences
 from pipeline.loading import ConfigError
@@ -15,8 +16,9 @@ from pipeline.plan import plan
 from pipeline.progress import Progress, duration
 from pipeline.records import Record, Status, failure
 from pipeline.site import Container, LocalSite, SlurmSite
-from pipeline.supervise import Worker
+from pipeline.supervise import Outcome, Supervisor, Worker
 from pipeline.todo import Chunk, EventFile, Item
+from pipeline.worker import NEXT
 
 
 def config(**changes: Any) -> ExperimentConfig:
@@ -325,3 +327,38 @@ def test_what_a_container_computes_on_is_decided_outside(
     words = LocalExecutor(site, RunFolder(tmp_path), template, print).command("/x.json")
     assert words[words.index("--device") + 1] == given
     assert ("--nv" in words) == (given == "cuda")
+
+
+def test_a_worker_is_told_which_case_comes_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not across an experiment that takes times."""
+    section = {"implementations": ["eager", "sdpa"], "crops": [16], "head_dims": [16], "cases": 2}
+    sections = {"accuracy": section, "determinism": section, "kernel_time": section}
+    cells = plan(ExperimentConfig.model_validate({"name": "t", **sections}))
+    lines: list[str] = []
+
+    class Quick:
+        log, machine = tmp_path, {}
+
+        def send(self, line: str) -> None:
+            lines.append(line)
+
+        def wait(self, _seconds: float, _stop: Any) -> Outcome:
+            return Outcome("done", {"event": "done", "usable": True})
+
+        def finish(self) -> None:
+            pass
+
+    monkeypatch.setattr(Supervisor, "_started", lambda _self, _number: Quick())
+    chunk = Chunk(kernel_digest="k", timeout_s=dict.fromkeys(sections, 1.0), items=[Item(cell=cell) for cell in cells])
+    Supervisor(chunk, tmp_path, [("cpu", {})], tmp_path, lambda _event: None).run()
+    told = []
+    for line in lines:
+        if line.startswith(NEXT):
+            told[-1] += (Cell.model_validate_json(line.removeprefix(NEXT)).seed,)
+        else:
+            cell = Item.model_validate_json(line).cell
+            told.append((cell.experiment, cell.seed))
+    assert told == [
+        *[("accuracy", 0, 1)] * 2, *[("determinism", 0, 1)] * 2, *[("accuracy", 1)] * 2, *[("determinism", 1)] * 2,
+        *[("kernel_time", 0)] * 2, *[("kernel_time", 1)] * 2,
+    ]  # fmt: skip

@@ -50,6 +50,17 @@ def test_cases_are_dealt_to_families_and_neighbours_share_inputs() -> None:
     assert [len(group) for group in groups] == [2, 2, 2]
 
 
+def test_a_case_is_drawn_once_for_the_experiments_without_times() -> None:
+    section = {"implementations": ["eager", "sdpa"], "crops": [16], "head_dims": [16], "cases": 2}
+    sections = {"accuracy": section, "determinism": section, "kernel_time": {**section, "cases": 1}}
+    groups = by_case(Item(cell=cell) for cell in plan(ExperimentConfig.model_validate({"name": "t", **sections})))
+    assert [[(item.cell.experiment, item.cell.seed) for item in group] for group in groups] == [
+        [("accuracy", 0)] * 2 + [("determinism", 0)] * 2,
+        [("accuracy", 1)] * 2 + [("determinism", 1)] * 2,
+        [("kernel_time", 0)] * 2,
+    ]
+
+
 @pytest.mark.parametrize(("size", "expected"), [(1, [2, 2, 2]), (3, [4, 2]), (100, [6])])
 def test_parts_do_not_cut_a_case(size: int, expected: list[int]) -> None:
     assert [len(part) for part in split([Item(cell=cell) for cell in plan(CONFIG, ["accuracy"])], size)] == expected

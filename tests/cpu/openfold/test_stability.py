@@ -8,8 +8,9 @@ from pipeline.config import ConfigError, ExperimentConfig, check_names
 from pipeline.curves import decode
 from pipeline.experiments import stability
 from pipeline.implementations import Unsupported
-from pipeline.openfold import model
+from pipeline.openfold import alignment, model
 from pipeline.openfold.gradients import distance
+from pipeline.openfold.ranks import Ranks
 from pipeline.openfold.step import TrainingStep
 from pipeline.plan import plan
 
@@ -76,6 +77,44 @@ def test_a_distance_that_is_not_finite_ends_the_run(openfold3, monkeypatch):
     metrics = stability.run(cell("pytorch", steps=2, every=1), CPU)
     assert metrics["diverged"] == "at step 0: the distance of the gradient from fp32 is inf" and metrics["steps_done"] == 0
     assert decode(metrics["curve.distance"]) == [] and decode(metrics["curve.distance_triangle"]) == [0.2]
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_neither_the_alignment_on_the_host_nor_a_bare_step_changes_what_is_trained(make_step, bf16):
+    plain, bare = make_step(bf16=bf16), make_step(bf16=bf16)
+    bare = TrainingStep(bare.module, {}, Ranks(0, 1, CPU), bf16=bf16, bare=True)
+    samples = stability.samples_of(32, 0, 8)
+    for number in range(2):
+        plain.batch = next(samples)
+        model.seed_rank(number, 0)
+        expected = plain()
+        with alignment.on_host(plain.batch, CPU) as bare.batch:
+            assert "ref_space_uid_to_perm" not in bare.batch
+            model.seed_rank(number, 0)
+            outcome = bare()
+        assert outcome.losses == expected.losses and outcome.grad_norm == expected.grad_norm
+        assert not {"metrics", "ema"} & outcome.seconds.keys()
+    for one, other in zip(plain.model.parameters(), bare.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_an_alignment_that_fails_on_the_host_stops_the_step(make_step):
+    step = make_step()
+    sample = {**step.batch, "ref_space_uid_to_perm": [{}]}
+    with alignment.on_host(sample, CPU) as step.batch, pytest.raises(RuntimeError, match="permutation alignment failed"):
+        step()
+
+
+def test_a_bare_step_is_of_one_rank(make_step):
+    with pytest.raises(ValueError, match="a step of 2 ranks cannot leave out the average"):
+        TrainingStep(make_step().module, {}, Ranks(0, 2, CPU), bare=True)
+
+
+def test_progress_is_in_the_log(capsys):
+    assert list(stability._told(iter(range(45)), "pytorch", 45)) == list(range(45))
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(",")[0] for line in lines] == ["pytorch: 20 of 45 steps", "pytorch: 40 of 45 steps"]
+    assert all(line.endswith(" s a step") for line in lines)
 
 
 def test_samples_take_turns_and_windows_move():

@@ -186,3 +186,48 @@ def test_cells_of_one_case_share_inputs_and_reference(monkeypatch: pytest.Monkey
     assert (shared.reference_for.cache_info().misses, shared.reference_for.cache_info().hits) == (1, 1)
     run("accuracy", "sdpa", seed=4)
     assert shared.reference_for.cache_info().currsize == 1
+
+
+def test_inputs_drawn_ahead_are_those_of_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = [make_cell(seed=seed) for seed in range(3)]
+    expected = [shared.inputs_for(shared.case_of(cell), CPU).checksum() for cell in cells]
+    shared.forget()
+    drawn: list[int] = []
+    monkeypatch.setattr(shared, "_drawn", lambda case, make=shared._drawn: drawn.append(case.seed) or make(case))
+    for cell, coming in zip(cells, [*cells[1:], None], strict=True):
+        for _ in range(3):
+            assert shared.inputs_for(shared.case_of(cell), CPU).checksum() == expected[cell.seed]
+            if coming is not None:
+                shared.draw_ahead(coming)
+    assert drawn == [0, 1, 2] and not shared._ahead
+
+
+def test_what_is_drawn_ahead_and_not_taken_is_dropped_in_time() -> None:
+    cells = [make_cell(seed=seed) for seed in range(4)]
+    for cell in cells:
+        shared.draw_ahead(cell)
+    assert [case.seed for case in shared._ahead] == [2, 3]
+    shared.stop_drawing()
+    assert not shared._ahead
+
+
+def test_an_error_while_drawing_ahead_is_that_of_the_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared.inputs, "make", fails(RuntimeError("the captured arrays are missing")))
+    shared.draw_ahead(make_cell())
+    record = run("accuracy", "eager")
+    assert record.status is Status.FAILED and "the captured arrays are missing" in str(record.reason)
+    shared.draw_ahead(make_cell(operator="triangle_multiplication", slices=None, heads=None, head_dim=None, family="sharp", channels=8,
+                                direction="outgoing", weight_dtype="fp32"))  # fmt: skip
+    assert not shared._ahead, "there is no such case; its own cell says so"
+
+
+def test_results_of_another_shape_or_dtype_are_not_the_same(temporary: Register) -> None:
+    calls = 0
+
+    def change(out: base.Tensor) -> base.Tensor:
+        nonlocal calls
+        calls += 1
+        return out.float() if calls == 2 else out
+
+    metrics = run("determinism", temporary(Odd("changing", change)), options={"calls": 3}).metrics
+    assert metrics["bitwise.out"] is False and metrics["bitwise.dq"] is True

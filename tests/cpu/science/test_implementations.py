@@ -115,6 +115,30 @@ def test_a_reference_without_scale_is_refused() -> None:
         accuracy.error_of("dq", zero.bfloat16(), zero)
 
 
+def test_an_error_is_the_same_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = torch.randn(50, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = (true + 0.01).bfloat16()
+    difference, rounding = found.double() - true, true.bfloat16().double() - true
+    expected = (difference.square().mean().sqrt(), difference.abs().max(), rounding.square().mean().sqrt(), true.square().mean().sqrt())
+    for size in (1, 8 * 3 * 8 * 7, 1 << 28):  # a row, seven rows, everything
+        monkeypatch.setattr(accuracy, "_PART_BYTES", size)
+        error = accuracy.error_of("dq", found, true)
+        assert (error.rmse, error.max_error, error.floor, error.reference_rms) == pytest.approx([float(x) for x in expected], rel=1e-12)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("row", [0, 20, 49])
+def test_values_that_are_not_finite_are_counted(value: float, row: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accuracy, "_PART_BYTES", 8 * 4 * 7)
+    good, bad = torch.ones(50, 4), torch.ones(50, 4)
+    bad[row, 1:3] = value
+    reference = dict.fromkeys(("out", "dq"), good.double())
+    with pytest.raises(accuracy.WrongResult, match=r"dq is non-finite .* in 2 of 200 values"):
+        accuracy.compare({"out": good, "dq": bad}, reference)
+    with pytest.raises(accuracy.WrongResult, match=r"dq has shape \(4, 50\); the reference has \(50, 4\)"):
+        accuracy.compare({"out": good, "dq": good.T}, reference)
+
+
 @pytest.mark.parametrize("name", ["trifast", "turbopairformer", "cuequivariance", "deepspeed"])
 def test_a_missing_peer_names_its_package(name: str) -> None:
     peer = implementations.get(name)
