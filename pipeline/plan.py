@@ -23,8 +23,8 @@ from pipeline.config import (
 def plan(config: ExperimentConfig, experiments: Collection[str] | None = None) -> list[Cell]:
     """Every cell of ``config`` (of the named experiments only, when given).
 
-    Cells of the same input case are neighbours, so that a process which computes them one after another makes the
-    inputs and the FP64 reference once.
+    Within an experiment, cells of the same input case are neighbours, so that a process which computes them one after another
+    makes the inputs and the FP64 reference once (:func:`pipeline.todo.by_case` does so across experiments).
     """
     chosen = [section for section in config.sections() if experiments is None or section[0] in experiments]
     cells = [cell for section in chosen for cell in _cells(*section)]

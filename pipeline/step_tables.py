@@ -105,9 +105,12 @@ def _time_section(title: str, rows: pd.DataFrame, alone: pd.DataFrame, order: Se
 
 
 def _scaling(row: Row, part: pd.DataFrame, alone: pd.DataFrame) -> None:
-    """Share of communication (with the wait for the slowest GPU) in the GPUs' time, and one GPU's time as a share of it."""
+    """Share of communication (with the wait for the slowest GPU) in the first GPU's time, and a lone GPU's time as a share of it.
+
+    Of one GPU, since what a faster one waits is the slowest one's work: of two, it would count twice.
+    """
     communication = mean(part, "gpu_communication")
-    together = mean(part, "s.gpu_busy") + communication
+    together = mean(part, "gpu_busy.rank0") + communication
     shares = {"nccl": communication / together, "efficiency": mean(alone, "s.gpu_busy") / together}
     for name, share in shares.items():
         row.values[name] = number(share, factor=100)

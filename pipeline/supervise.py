@@ -194,6 +194,7 @@ class Supervisor:
         self.stop = threading.Event()
         self._lock = threading.Lock()
         self._queue: deque[list[Item]] = deque()
+        self._held: dict[int, list[Item]] = {}  # by worker: the group that is to be its next
         self._error: BaseException | None = None
 
     def run(self) -> None:
@@ -250,10 +251,9 @@ class Supervisor:
 
     def _serve_queue(self, number: int) -> None:
         worker: Worker | None = None
-        following: list[Item] | None = None
         try:
             while not self.stop.is_set():
-                group, following = self._take(following)
+                group, following = self._take(number)
                 if group is None:
                     break
                 for item in group:
@@ -272,12 +272,20 @@ class Supervisor:
             if worker is not None:
                 worker.kill()
 
-    def _take(self, held: list[Item] | None) -> tuple[list[Item] | None, list[Item] | None]:
-        """The group to compute, and the one after it, whose inputs may be drawn meanwhile: not while times are taken."""
+    def _take(self, number: int) -> tuple[list[Item] | None, list[Item] | None]:
+        """The group to compute, and the one after it, whose inputs may be drawn meanwhile: not while times are taken.
+
+        A worker without any takes what another one holds: inputs drawn in vain cost less than a device that does nothing.
+        """
         with self._lock:
-            group = held or (self._queue.popleft() if self._queue else None)
-            quiet = group and self._queue and {group[0].cell.experiment, self._queue[0][0].cell.experiment} <= set(UNTIMED)
-            return group, self._queue.popleft() if quiet else None
+            group = self._held.pop(number, None)
+            if group is None and self._queue:
+                group = self._queue.popleft()
+            elif group is None and self._held:
+                group = self._held.popitem()[1]
+            if group and self._queue and {group[0].cell.experiment, self._queue[0][0].cell.experiment} <= set(UNTIMED):
+                self._held[number] = self._queue.popleft()
+            return group, self._held.get(number)
 
     def _started(self, number: int) -> Worker | None:
         device, environment = self.devices[number]

@@ -108,10 +108,10 @@ CAPTIONS = {
         "Time of one optimizer step by back end, median of the measured steps of the slowest rank, and the speed-up over the named "
         "baselines (in GPU busy time where it was measured, else in wall time). GPU busy: union of the intervals of kernels and copies in "
         "one profiled step, communication apart. On several GPUs: NCCL, the share of communication, with the wait for the slowest GPU, in "
-        "busy time and communication; efficiency, one GPU's busy time as a share of that sum. What the GPU works on is told by the "
-        "kernels' names: attention and multiplication are fused kernels; where there are none (stock, LMA) they are matrix products, "
-        "softmax and element-wise kernels. Parts in brackets "
-        "are inside the one before. Peak: memory allocated on the GPU, or resident on a CPU.",
+        "the busy time and communication of the first GPU; efficiency, the busy time on one GPU as a share of that sum. "
+        "What the GPU works on is told by the kernels' names: attention and multiplication are fused kernels; where there are none (stock, "
+        "LMA) they are matrix products, softmax and element-wise kernels. Parts in brackets are inside the one before. "
+        "Peak: memory allocated on the GPU, or resident on a CPU.",
     ),
     "stability": (
         "Stability of training",

@@ -1,5 +1,6 @@
 import os
 import signal
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -362,3 +363,33 @@ def test_a_worker_is_told_which_case_comes_next(monkeypatch: pytest.MonkeyPatch,
         *[("accuracy", 0, 1)] * 2, *[("determinism", 0, 1)] * 2, *[("accuracy", 1)] * 2, *[("determinism", 1)] * 2,
         *[("kernel_time", 0)] * 2, *[("kernel_time", 1)] * 2,
     ]  # fmt: skip
+
+
+def test_no_worker_is_idle_while_another_holds_a_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    section = {"implementations": ["eager"], "crops": [16], "head_dims": [16], "cases": 4}
+    cells = plan(ExperimentConfig.model_validate({"name": "t", "accuracy": section}))
+    together = threading.Barrier(2, timeout=20)  # breaks unless two cells are always under way
+    told: list[str] = []
+
+    class Meeting:
+        log, machine = tmp_path, {}
+
+        def send(self, line: str) -> None:
+            if not line.startswith(NEXT):
+                told.append(Item.model_validate_json(line).cell.id)
+
+        def wait(self, _seconds: float, _stop: Any) -> Outcome:
+            together.wait()
+            return Outcome("done", {"event": "done", "usable": True})
+
+        def finish(self) -> None:
+            pass
+
+        kill = finish
+
+    monkeypatch.setattr(Supervisor, "_started", lambda _self, _number: Meeting())
+    for items in ([Item(cell=cell) for cell in cells[:count]] for count in (2, 4)):
+        told.clear()
+        chunk = Chunk(kernel_digest="k", timeout_s={"accuracy": 1.0}, items=items)
+        Supervisor(chunk, tmp_path, [("cpu", {}), ("cpu", {})], tmp_path, lambda _event: None).run()
+        assert sorted(told) == sorted(item.cell.id for item in items)

@@ -169,6 +169,8 @@ def step(name, crop=768, busy=9.0, wall=11.0, *, ranks=1, environment=H100):
     metrics |= {"s.backward": wall / 2, "backward.recompute": wall / 5, "ranks": ranks}
     if busy:
         metrics |= {"s.gpu_busy": busy, "gpu.attention": busy / 3, "gpu.gemm": busy / 5, "gpu_communication": 0.5 * (ranks > 1)}
+        if ranks > 1:
+            metrics |= {"gpu_busy.rank0": busy - 0.5, "gpu_busy.rank1": busy}
     return record(of, metrics, environment=environment)
 
 

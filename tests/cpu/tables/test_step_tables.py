@@ -36,7 +36,7 @@ def test_steps_of_other_numbers_of_gpus_and_crops_are_not_compared():
 
 
 def test_several_gpus_are_compared_with_one():
-    records = [syn.step("turbopair", busy=9.5), syn.step("turbopair", busy=9.5, ranks=4), syn.step("lma", busy=9.0, ranks=4)]
+    records = [syn.step("turbopair", busy=9.5), syn.step("turbopair", busy=10.0, ranks=4), syn.step("lma", busy=9.0, ranks=4)]
     one, four = (section for section in build("step_time", records).sections if not section.detail)
     assert not {"nccl", "efficiency"} & {column.key for column in one.columns}
     own = row_of(four, "turbopair")
