@@ -157,7 +157,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, *unused: None) -> tuple[Tensor | None, ...]:
         if dout is None:
             return (None,) * 7
-        return (*_backward_autograd(dout, *ctx.saved_tensors, ctx.scale, ctx.precision), None, None, None)
+        return (*_backward_op(dout, *ctx.saved_tensors, ctx.scale, ctx.precision), None, None, None)
 
 
 class _Gradient(torch.autograd.Function):
