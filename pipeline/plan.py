@@ -83,15 +83,14 @@ def _options(section: CaseSection) -> dict[str, Option]:
 
 def _step_cells(experiment: Experiment, section: StepTime | Stability) -> Iterator[Cell]:
     common: dict[str, Option] = {"steps": section.steps, "recycles": section.recycles, "size": section.size}
-    each = [common]
     if isinstance(section, StepTime):
         common |= {"warmup_steps": section.warmup_steps, "phase_steps": section.phase_steps, "nodes": section.nodes}
-        each = [common | {"ranks_per_node": ranks} for ranks in section.ranks_per_node]
+        names, each = section.backends, [common | {"ranks_per_node": ranks} for ranks in section.ranks_per_node]
     else:
-        common |= {"every": section.every}
+        names, each = section.runs, [common | {"every": section.every}]
     for crop in section.crops:
         for options in each:
-            for name in section.backends if isinstance(section, StepTime) else section.runs:
+            for name in names:
                 yield Cell(
                     experiment=experiment,
                     implementation=name,

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import turbopair
+from pipeline.measure import peak_bytes
 from tests.gpu import checks
 from tests.gpu.multiplication import assert_same_bits, operator
 from tests.support import multiplication, numerics
@@ -149,13 +150,9 @@ def test_peak_memory(hopper: torch.device, weights: str, record_property: checks
     """Forward and backward at N = 768, C = 128: at most 2.0 GiB above the inputs, results included."""
     data = multiplication.inputs(Case(n=768, channels=128, weights=weights, mask="none"), hopper)
     operator(data)
-    torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    result = operator(data)
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
+    result: checks.Data = {}
+    peak = peak_bytes(lambda: result.update(operator(data)), hopper)
     record_property(f"max.multiplication_peak_mib.n768.{weights}", round(peak / 2**20, 1))
     assert result["dz"].isfinite().all()
     assert peak <= 2 * 2**30, f"{peak / 2**20:.0f} MiB above the inputs"

@@ -1,7 +1,7 @@
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -330,6 +330,26 @@ def test_what_a_container_computes_on_is_decided_outside(
     assert ("--nv" in words) == (given == "cuda")
 
 
+class Told:
+    """In the place of a worker: keeps the lines that it is sent, and is done with each cell once ``meet`` returns."""
+
+    def __init__(self, lines: list[str], meet: Callable[[], object] = lambda: None) -> None:
+        self.log, self.machine = Path(), {}
+        self._lines, self._meet = lines, meet
+
+    def send(self, line: str) -> None:
+        self._lines.append(line)
+
+    def wait(self, _seconds: float, _stop: Any) -> Outcome:
+        self._meet()
+        return Outcome("done", {"event": "done", "usable": True})
+
+    def finish(self) -> None:
+        pass
+
+    kill = finish
+
+
 def test_a_worker_is_told_which_case_comes_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Not across an experiment that takes times."""
     section = {"implementations": ["eager", "sdpa"], "crops": [16], "head_dims": [16], "cases": 2}
@@ -337,19 +357,7 @@ def test_a_worker_is_told_which_case_comes_next(monkeypatch: pytest.MonkeyPatch,
     cells = plan(ExperimentConfig.model_validate({"name": "t", **sections}))
     lines: list[str] = []
 
-    class Quick:
-        log, machine = tmp_path, {}
-
-        def send(self, line: str) -> None:
-            lines.append(line)
-
-        def wait(self, _seconds: float, _stop: Any) -> Outcome:
-            return Outcome("done", {"event": "done", "usable": True})
-
-        def finish(self) -> None:
-            pass
-
-    monkeypatch.setattr(Supervisor, "_started", lambda _self, _number: Quick())
+    monkeypatch.setattr(Supervisor, "_started", lambda _self, _number: Told(lines))
     chunk = Chunk(kernel_digest="k", timeout_s=dict.fromkeys(sections, 1.0), items=[Item(cell=cell) for cell in cells])
     Supervisor(chunk, tmp_path, [("cpu", {})], tmp_path, lambda _event: None).run()
     told = []
@@ -369,27 +377,11 @@ def test_no_worker_is_idle_while_another_holds_a_group(monkeypatch: pytest.Monke
     section = {"implementations": ["eager"], "crops": [16], "head_dims": [16], "cases": 4}
     cells = plan(ExperimentConfig.model_validate({"name": "t", "accuracy": section}))
     together = threading.Barrier(2, timeout=20)  # breaks unless two cells are always under way
-    told: list[str] = []
-
-    class Meeting:
-        log, machine = tmp_path, {}
-
-        def send(self, line: str) -> None:
-            if not line.startswith(NEXT):
-                told.append(Item.model_validate_json(line).cell.id)
-
-        def wait(self, _seconds: float, _stop: Any) -> Outcome:
-            together.wait()
-            return Outcome("done", {"event": "done", "usable": True})
-
-        def finish(self) -> None:
-            pass
-
-        kill = finish
-
-    monkeypatch.setattr(Supervisor, "_started", lambda _self, _number: Meeting())
+    lines: list[str] = []
+    monkeypatch.setattr(Supervisor, "_started", lambda _self, _number: Told(lines, together.wait))
     for items in ([Item(cell=cell) for cell in cells[:count]] for count in (2, 4)):
-        told.clear()
+        lines.clear()
         chunk = Chunk(kernel_digest="k", timeout_s={"accuracy": 1.0}, items=items)
         Supervisor(chunk, tmp_path, [("cpu", {}), ("cpu", {})], tmp_path, lambda _event: None).run()
+        told = [Item.model_validate_json(line).cell.id for line in lines if not line.startswith(NEXT)]
         assert sorted(told) == sorted(item.cell.id for item in items)
