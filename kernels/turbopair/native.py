@@ -68,6 +68,8 @@ def library_digest() -> str:
 
 def require(device: torch.device) -> None:
     """Raise NativeUnavailable unless the kernels run on this CUDA device. A success is remembered, a failure is asked again."""
+    if device.index in _usable:  # every call but the first
+        return
     index = torch.cuda.current_device() if device.index is None and torch.cuda.is_available() else device.index or 0
     if index not in _usable:
         refuse_device(index)

@@ -1,7 +1,8 @@
 """Calls the CUDA kernels of `libturbopair.so` on canonical tensors.
 
 Shapes are those of `ops.py`, the C side is `kernels/csrc/triangle_attention.h`. Everything here is on the path of every training call, so
-it does as little as possible: one `struct.pack`, the output allocations, one foreign call.
+it does as little as possible: one look-up of what shapes, strides and dtypes determine, the output allocations, one `struct.pack`, one
+foreign call.
 """
 
 from __future__ import annotations
@@ -9,18 +10,21 @@ from __future__ import annotations
 import ctypes
 import struct
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from .. import native
 
 _DTYPES = {torch.bfloat16: 1, torch.float32: 2}
-_MASK_DTYPES = {torch.bfloat16: 1, torch.float32: 2, torch.bool: 3}
+_MASK_DTYPES = {None: 0, torch.bfloat16: 1, torch.float32: 2, torch.bool: 3}
 # Flags of TurboPairPrecision: output residual, split P, split dS.
 _PRECISION_FLAGS = {"plain": 0, "paper": 1, "split_p": 3, "exact": 7}
 # Mirrors TriangleAttentionArgs: 11 sizes and codes, the scale, q k v dout bias (pointer and 4 strides each), mask (pointer and 3),
 # 8 pointers, the workspace size.
 _ARGS = struct.Struct("<11q d 5q 5q 5q 5q 5q 4q 8q q")
+# The same bytes, with what a plan knows beforehand as strings: the sizes and codes, and the strides beside each pointer.
+_PLANNED_ARGS = struct.Struct("<88s d q32s q32s q32s q32s q32s q24s 8q q")
 _ALIGNMENT = 16  # bytes; what the bulk tensor copies need of base addresses and strides
 
 
@@ -58,91 +62,160 @@ def _sm_count(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
-def supports(device: torch.device) -> str | None:
-    """Why the kernels cannot run on `device`, or None. The reason says what to do."""
-    return native.unavailable_reason(device)
+class _Plan(NamedTuple):
+    """What the shapes, strides and dtypes of a call determine. Pointers, and with them their alignment, differ between calls."""
+
+    sizes: bytes
+    """The sizes and codes that the arguments begin with."""
+    strides: tuple[bytes, ...]
+    """Of q, k, v, dout, bias and mask."""
+    unaligned: int
+    """The bits that no pointer to q, k, v and dout may have set."""
+    lse_shape: tuple[int, ...]
+    lse_strides: tuple[int, ...]
+    workspace_bytes: int
 
 
-def _ready(x: torch.Tensor, tensor_cores: bool) -> torch.Tensor:
-    """`x` itself when the kernels can read it in place, else a contiguous copy."""
-    if x.stride(-1) != 1 and x.shape[-1] != 1:
-        return x.contiguous()
-    if tensor_cores:
-        if x.data_ptr() % _ALIGNMENT:
-            return x.clone(memory_format=torch.contiguous_format)
-        for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
-            if size > 1 and (stride <= 0 or stride * x.element_size() % _ALIGNMENT):
-                return x.clone(memory_format=torch.contiguous_format)
-    return x
+@lru_cache(maxsize=1024)
+def _plan(
+    precision: str,
+    device_index: int,
+    dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+    mask_dtype: torch.dtype | None,
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    v: tuple[int, ...],
+    dout: tuple[int, ...] | None,
+    bias: tuple[int, ...],
+    mask: tuple[int, ...] | None,
+) -> _Plan | None:
+    """The plan of a call, or None if the kernels cannot read its tensors in place. `q` to `mask` are strides, without dout a forward's."""
+    inputs = [(q_shape, q), (k_shape, k), (k_shape, v), (q_shape, q if dout is None else dout)]
+    if mask_dtype not in _MASK_DTYPES or not all(_readable(shape, strides, dtype) for shape, strides in inputs):
+        return None
+    batch, slices, nq, heads, head_dim = q_shape
+    codes = (_DTYPES[dtype], _DTYPES[bias_dtype], _MASK_DTYPES[mask_dtype], _PRECISION_FLAGS[precision], _sm_count(device_index))
+    sizes = (batch, slices, nq, k_shape[2], heads, head_dim, *codes)
+    return _Plan(
+        sizes=struct.pack("<11q", *sizes),
+        strides=(*(struct.pack("<4q", *each[:4]) for each in (q, k, v, dout or (0,) * 4, bias)), struct.pack("<3q", *(mask or (0,) * 3))),
+        unaligned=_ALIGNMENT - 1 if _on_tensor_cores(dtype, head_dim) else 0,
+        lse_shape=(batch, slices, heads, nq),
+        lse_strides=(slices * heads * nq, heads * nq, nq, 1),
+        # Sizes and codes alone determine it, so the scale, strides and pointers are zero here.
+        workspace_bytes=_functions().workspace(_ARGS.pack(*sizes, *(0,) * 39), dout is not None),
+    )
+
+
+def _plan_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor,
+    mask: torch.Tensor | None,
+    precision: str,
+    dout: torch.Tensor | None = None,
+) -> _Plan | None:
+    return _plan(
+        precision,
+        q.device.index,
+        q.dtype,
+        bias.dtype,
+        None if mask is None else mask.dtype,
+        q.shape,
+        k.shape,
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        None if dout is None else dout.stride(),
+        bias.stride(),
+        None if mask is None else mask.stride(),
+    )
+
+
+def _on_tensor_cores(dtype: torch.dtype, head_dim: int) -> bool:
+    return dtype == torch.bfloat16 and head_dim <= 32
 
 
 def _padded_head_dim(dtype: torch.dtype, head_dim: int) -> int:
     """Head dims up to 32 run on the tensor cores, padded to 16 or 32; zeros in the padding change nothing but the cost."""
-    if dtype != torch.bfloat16 or head_dim > 32:
+    if not _on_tensor_cores(dtype, head_dim):
         return head_dim
     return 16 if head_dim <= 16 else 32
 
 
-def _pad(x: torch.Tensor, head_dim: int) -> torch.Tensor:
-    return torch.nn.functional.pad(x, (0, head_dim - x.shape[-1])) if x.shape[-1] < head_dim else x
+def _readable(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether the kernels can read such a tensor in place, if its pointer is aligned where they need that."""
+    head_dim = shape[-1]
+    if head_dim != _padded_head_dim(dtype, head_dim) or (strides[-1] != 1 and head_dim != 1):
+        return False
+    return not _on_tensor_cores(dtype, head_dim) or all(
+        size <= 1 or (stride > 0 and stride * dtype.itemsize % _ALIGNMENT == 0)
+        for size, stride in zip(shape[:-1], strides[:-1], strict=True)
+    )
 
 
-def _strided(x: torch.Tensor) -> tuple[int, int, int, int, int]:
-    s = x.stride()
-    return x.data_ptr(), s[0], s[1], s[2], s[3]
+def _pad(x: torch.Tensor) -> torch.Tensor:
+    missing = _padded_head_dim(x.dtype, x.shape[-1]) - x.shape[-1]
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
 
-_NO_TENSOR = (0, 0, 0, 0, 0)
-_workspace_bytes: dict[tuple[int, ...], int] = {}  # by sizes and codes; a training run has a handful
+def _ready(x: torch.Tensor) -> torch.Tensor:
+    """`x` itself when the kernels can read it in place, else a copy of it, padded if that is why."""
+    x = _pad(x)
+    unaligned = x.data_ptr() % _ALIGNMENT and _on_tensor_cores(x.dtype, x.shape[-1])
+    return x.clone(memory_format=torch.contiguous_format) if unaligned or not _readable(x.shape, x.stride(), x.dtype) else x
+
+
+def _ready_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
+    return mask if mask is None or mask.dtype in _MASK_DTYPES else mask.float()
 
 
 def _call(
     backward: bool,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor | None,
+    plan: _Plan,
+    scale: float,
+    inputs: tuple[int, int, int, int],
     bias: torch.Tensor,
     mask: torch.Tensor | None,
-    scale: float,
-    precision: str,
     results: tuple[int, int, int, int, int, int, int],
 ) -> None:
+    """Run the kernels on the current stream. `inputs` point to q, k, v, dout; `results` to out, residual, lse, dq, dk, dv, dbias."""
     functions = _functions()
-    device = q.device
-    batch, slices, nq, heads, head_dim = q.shape
-    mask_part: tuple[int, ...] = (0, 0, 0, 0)
-    mask_code = 0
-    if mask is not None:
-        if mask.dtype not in _MASK_DTYPES:
-            mask = mask.float()
-        mask_part = (mask.data_ptr(), *mask.stride())
-        mask_code = _MASK_DTYPES[mask.dtype]
-    dtype_code, bias_code, flags = _DTYPES[q.dtype], _DTYPES[bias.dtype], _PRECISION_FLAGS[precision]
-    sizes = (batch, slices, nq, k.shape[2], heads, head_dim, dtype_code, bias_code, mask_code, flags, _sm_count(device.index))
-    arguments = (
-        *sizes,
+    device = bias.device
+    workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=device)
+    q, k, v, dout = inputs
+    q_strides, k_strides, v_strides, dout_strides, bias_strides, mask_strides = plan.strides
+    packed = _PLANNED_ARGS.pack(
+        plan.sizes,
         scale,
-        *_strided(q),
-        *_strided(k),
-        *_strided(v),
-        *(_NO_TENSOR if dout is None else _strided(dout)),
-        *_strided(bias),
-        *mask_part,
+        q,
+        q_strides,
+        k,
+        k_strides,
+        v,
+        v_strides,
+        dout,
+        dout_strides,
+        bias.data_ptr(),
+        bias_strides,
+        0 if mask is None else mask.data_ptr(),
+        mask_strides,
         *results,
+        workspace.data_ptr(),
+        plan.workspace_bytes,
     )
-    key = (backward, *sizes)
-    size = _workspace_bytes.get(key)
-    if size is None:
-        size = _workspace_bytes[key] = functions.workspace(_ARGS.pack(*arguments, 0, 0), backward)
-    workspace = torch.empty(size, dtype=torch.uint8, device=device)
-    packed = _ARGS.pack(*arguments, workspace.data_ptr(), size)
     function = functions.backward if backward else functions.forward
+    # The stream's handle as it is; torch.cuda.current_stream() would make an object around it, which takes longer than the call.
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
     if device.index == torch.cuda.current_device():
-        code = function(packed, torch.cuda.current_stream().cuda_stream)
+        code = function(packed, stream)
     else:
         with torch.cuda.device(device):
-            code = function(packed, torch.cuda.current_stream().cuda_stream)
+            code = function(packed, stream)
     if code:
         text = functions.error_string(code).decode()
         raise RuntimeError(f"triangle attention {'backward' if backward else 'forward'} kernel failed (code {code}): {text}")
@@ -155,20 +228,29 @@ def forward(
 
     Raises `native.NativeUnavailable` when the library cannot be used and RuntimeError when a launch fails.
     """
-    head_dim = q.shape[-1]
-    padded = _padded_head_dim(q.dtype, head_dim)
-    tensor_cores = q.dtype == torch.bfloat16 and padded <= 32
-    q, k, v = (_ready(_pad(x, padded), tensor_cores) for x in (q, k, v))
-    batch, slices, nq, heads, _ = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    plan = _plan_of(q, k, v, bias, mask, precision)
+    inputs = (q.data_ptr(), k.data_ptr(), v.data_ptr(), 0)
+    if plan is None or (inputs[0] | inputs[1] | inputs[2]) & plan.unaligned:
+        return _forward_of_copies(q, k, v, bias, mask, scale, precision)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     keep_residual = precision != "plain" and q.dtype == torch.bfloat16
-    residual = torch.empty(q.shape if keep_residual else (0,), dtype=torch.bfloat16, device=q.device)
-    lse = torch.empty((batch, slices, heads, nq), dtype=torch.float32, device=q.device)
+    residual = torch.empty_like(out) if keep_residual else torch.empty(0, dtype=torch.bfloat16, device=q.device)
+    # With strides, PyTorch reads the arguments in two thirds of the time.
+    lse = torch.empty_strided(plan.lse_shape, plan.lse_strides, dtype=torch.float32, device=q.device)
     results = (out.data_ptr(), residual.data_ptr() if keep_residual else 0, lse.data_ptr(), 0, 0, 0, 0)
-    _call(False, q, k, v, None, bias, mask, scale, precision, results)
-    if padded != head_dim:
+    _call(False, plan, scale, inputs, bias, mask, results)
+    return out, residual, lse
+
+
+def _forward_of_copies(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, mask: torch.Tensor | None, scale: float, precision: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`forward` of what the kernels can read in place, with the padding taken off again."""
+    out, residual, lse = forward(_ready(q), _ready(k), _ready(v), bias, _ready_mask(mask), scale, precision)
+    head_dim = q.shape[-1]
+    if out.shape[-1] != head_dim:
         out = out[..., :head_dim].contiguous()
-        residual = residual[..., :head_dim].contiguous() if keep_residual else residual
+        residual = residual[..., :head_dim].contiguous() if residual.numel() else residual
     return out, residual, lse
 
 
@@ -186,26 +268,47 @@ def backward(
     precision: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv (contiguous, the inputs' dtype) and dbias (contiguous [B, H, Nq, Nk], the bias' dtype)."""
-    head_dim = q.shape[-1]
-    padded = _padded_head_dim(q.dtype, head_dim)
-    tensor_cores = q.dtype == torch.bfloat16 and padded <= 32
-    q, k, v, dout = (_ready(_pad(x, padded), tensor_cores) for x in (q, k, v, dout))
-    out = _pad(out, padded).contiguous()
-    has_residual = residual.numel() > 0
-    residual = _pad(residual, padded).contiguous() if has_residual else residual
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    dk, dv = (torch.empty(k.shape, dtype=q.dtype, device=q.device) for _ in range(2))
-    dbias = torch.empty(bias.shape, dtype=bias.dtype, device=q.device)
+    plan = _plan_of(q, k, v, bias, mask, precision, dout)
+    inputs = (q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr())
+    if plan is None or (inputs[0] | inputs[1] | inputs[2] | inputs[3]) & plan.unaligned:
+        return _backward_of_copies(dout, q, k, v, bias, mask, out, residual, lse, scale, precision)
+    out, residual = out.contiguous(), residual.contiguous()
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dk = torch.empty_like(k, memory_format=torch.contiguous_format)
+    dv = torch.empty_like(dk)
+    dbias = torch.empty_like(bias, memory_format=torch.contiguous_format)
     results = (
         out.data_ptr(),
-        residual.data_ptr() if has_residual else 0,
+        residual.data_ptr() if residual.numel() else 0,
         lse.data_ptr(),
         dq.data_ptr(),
         dk.data_ptr(),
         dv.data_ptr(),
         dbias.data_ptr(),
     )
-    _call(True, q, k, v, dout, bias, mask, scale, precision, results)
-    if padded != head_dim:
+    _call(True, plan, scale, inputs, bias, mask, results)
+    return dq, dk, dv, dbias
+
+
+def _backward_of_copies(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor,
+    mask: torch.Tensor | None,
+    out: torch.Tensor,
+    residual: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    precision: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`backward` of what the kernels can read in place, with the padding taken off again."""
+    residual = _pad(residual) if residual.numel() else residual
+    dq, dk, dv, dbias = backward(
+        _ready(dout), _ready(q), _ready(k), _ready(v), bias, _ready_mask(mask), _pad(out), residual, lse, scale, precision
+    )
+    head_dim = q.shape[-1]
+    if dq.shape[-1] != head_dim:
         dq, dk, dv = (x[..., :head_dim].contiguous() for x in (dq, dk, dv))
     return dq, dk, dv, dbias

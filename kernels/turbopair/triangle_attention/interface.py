@@ -95,13 +95,8 @@ def _device_problem(device: torch.device) -> Exception | None:
     """Why the kernels cannot run on the tensors' device, or None; CPU and meta tensors need no kernel."""
     if device.type != "cuda":
         return None
-    from turbopair.triangle_attention import cuda
-
-    reason = cuda.supports(device)
-    if reason is None:
-        return None
     try:
-        native.require(device)  # raises the same reason with the exception behind it
+        native.require(device)
     except native.NativeUnavailable as error:
         return error
-    return NotImplementedError(reason)
+    return None

@@ -157,7 +157,9 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, *unused: None) -> tuple[Tensor | None, ...]:
         if dout is None:
             return (None,) * 7
-        return (*_backward_op(dout, *ctx.saved_tensors, ctx.scale, ctx.precision), None, None, None)
+        # Directly, as in `forward` above; compiled autograd traces this function and needs the operator.
+        backward = _backward_op if torch.compiler.is_compiling() else _backward_autograd
+        return (*backward(dout, *ctx.saved_tensors, ctx.scale, ctx.precision), None, None, None)
 
 
 class _Gradient(torch.autograd.Function):

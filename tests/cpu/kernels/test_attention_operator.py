@@ -62,6 +62,18 @@ def test_compile_with_template_prefix_and_expanded_bias() -> None:
     assert all(torch.equal(want[name], got[name]) for name in want)
 
 
+def test_compiled_autograd_traces_the_backward_of_an_eager_call() -> None:
+    data = inputs(Case(n=12, dtype=F32, mask="bool"))
+    want = run(attention, data)
+    leaves = {name: data[name].clone().requires_grad_() for name in ("q", "k", "v", "bias")}
+    torch._dynamo.reset()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        attention(*leaves.values(), data["mask"]).backward(data["dout"])
+    torch._dynamo.reset()
+    for name, leaf in leaves.items():
+        assert torch.equal(leaf.grad, want["d" + name]), name
+
+
 @pytest.mark.parametrize("precision", turbopair.PRECISIONS)
 def test_repeated_calls_give_the_same_bits(precision: str) -> None:
     data = inputs(Case(n=130, slices=5, mask="dead"))
