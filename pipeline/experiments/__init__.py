@@ -72,8 +72,17 @@ def _failure(error: Exception) -> tuple[Status, str]:
 
 def _first_line(error: BaseException) -> str:
     """The first line of the error's text, without paths of this machine: records are published."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in (_compiler_message(error) or str(error)).splitlines() if line.strip()]
     return lines[0].replace(f"{_ROOT}/", "").replace(str(Path.home()), "~") if lines else "no message"
+
+
+def _compiler_message(error: BaseException | None) -> str | None:
+    """What Triton's compiler found, or None: its text begins with a place and the source there, and for a function called from there ends so."""
+    found = None
+    while type(error).__name__ == "CompilationError":
+        found = getattr(error, "error_message", None) or found
+        error = error.__cause__ if error is not None else None
+    return found
 
 
 def _version(cell: Cell) -> str | None:
