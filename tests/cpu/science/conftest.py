@@ -2,6 +2,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from pipeline import implementations
 from pipeline.experiments import shared
 from pipeline.implementations import base
 
@@ -15,6 +16,7 @@ def no_cached_case() -> Iterator[None]:
 @pytest.fixture
 def temporary() -> Iterator[Callable[[base.Implementation], str]]:
     """Registers an implementation for one test and gives its name."""
+    implementations.names()  # what is loaded at the first use must not be taken away again with what the test adds
     before = dict(base.registered)
 
     def add(implementation: base.Implementation) -> str:

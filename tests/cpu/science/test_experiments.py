@@ -134,17 +134,6 @@ def test_a_wrong_result_is_not_timed(temporary: Register) -> None:
 
 
 @pytest.mark.parametrize("experiment", ["accuracy", "determinism", "kernel_time"])
-def test_what_a_kernel_compiler_says_is_the_reason(temporary: Register) -> None:
-    """The text of Triton's errors begins with a place and the source there; the error of a function called from there is its cause."""
-    errors = pytest.importorskip("triton.compiler.errors")
-    node = ast.parse("x = tl.dot(a, b)").body[0]
-    outer = errors.CompilationError("x = tl.dot(a, b)", node)
-    outer.__cause__ = errors.CompilationError("x = tl.dot(a, b)", node, "K must be at least 16\n(a note)")
-    for name, error in (("outer", outer), ("inner", outer.__cause__)):
-        record = run("accuracy", temporary(Odd(name, fails(error))))
-        assert str(record.reason).startswith("CompilationError: K must be at least 16 (in ")
-
-
 def test_nan_is_a_failure(experiment: str, temporary: Register) -> None:
     record = run(experiment, temporary(Odd("nan", lambda out: out * float("nan"))), options=QUICK)
     assert record.status is Status.FAILED and "non-finite" in str(record.reason)
@@ -176,6 +165,17 @@ def test_errors_are_typed(error: Exception, status: Status, reason: str, tempora
     record = run("accuracy", temporary(Odd("raises", fails(error))))
     assert record.status is status and str(record.reason).startswith(reason)
     assert "\n" not in str(record.reason)
+
+
+def test_what_a_kernel_compiler_says_is_the_reason(temporary: Register) -> None:
+    """The text of Triton's errors begins with a place and the source there; the error of a function called from there is its cause."""
+    errors = pytest.importorskip("triton.compiler.errors")
+    node = ast.parse("x = tl.dot(a, b)").body[0]
+    outer = errors.CompilationError("x = tl.dot(a, b)", node)
+    outer.__cause__ = errors.CompilationError("x = tl.dot(a, b)", node, "K must be at least 16\n(a note)")
+    for name, error in (("outer", outer), ("inner", outer.__cause__)):
+        record = run("accuracy", temporary(Odd(name, fails(error))))
+        assert str(record.reason).startswith("CompilationError: K must be at least 16 (in ")
 
 
 def test_reasons_hold_no_absolute_path(temporary: Register) -> None:
