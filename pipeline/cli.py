@@ -209,6 +209,27 @@ def archive(
 
 @app.command()
 @_clear_errors
+def gather(
+    target: Annotated[Path, typer.Argument(help="Run folder to make, or to add to.")],
+    sources: Annotated[list[Path], typer.Argument(help="Run folders and archived runs.")],
+    config: Annotated[Path | None, typer.Option("--config", help="Configuration of the run folder. [default: the first source's]")] = None,
+) -> None:
+    """Make a run folder of an archived run, to carry on with it, or of the records of several sittings.
+
+    Of several records of a cell the newest with numbers counts. Records of other kernel sources are left out.
+    """
+    from pipeline import config as configuration
+    from pipeline.folder import RunFolder
+    from pipeline.gather import gather as gather_records
+    from pipeline.launch import kernel_digest
+
+    folders = [RunFolder(source) for source in sources]
+    settings = folders[0].read_config() if config is None else configuration.load(config)
+    typer.echo(gather_records(RunFolder(target), folders, settings, kernel_digest()))
+
+
+@app.command()
+@_clear_errors
 def show(table: TableName, results: Annotated[Path, typer.Argument(help="Folder of the run.")] = Path("results/smoke")) -> None:
     """Print the table of one experiment, or the claims, in the terminal."""
     from rich.console import Console

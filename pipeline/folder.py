@@ -49,6 +49,14 @@ class RunFolder:
             raise FolderError(f"{self.root} holds no run (no config.yaml); start one with `python -m pipeline run`, or name another folder")
         return validate(ExperimentConfig, read_mapping(self.config_path), str(self.config_path))
 
+    def refuse_archive(self) -> None:
+        """Raise :class:`FolderError` when the records are in one compressed file: that is committed, and no run adds to it."""
+        if self.store.archive.exists():
+            raise FolderError(
+                f"{self.root} holds an archived run, which no run changes; make a run folder of it with "
+                f"`python -m pipeline gather results/<name> {self.root}` and give that to --results"
+            )
+
     def adopt(self, config: ExperimentConfig) -> None:
         """Make the folder one of ``config``. Raises :class:`FolderError` when it is one of another configuration."""
         if self.config_path.exists():

@@ -112,6 +112,7 @@ def run(
     config.check_sections(experiments or ())
     cells = plan(config, experiments)
     folder = RunFolder(root)
+    folder.refuse_archive()
     digest = kernel_digest()
     start = time.monotonic()
     with folder.lock({cell.experiment for cell in cells}):

@@ -117,8 +117,12 @@ def print_status(root: Path, console: Console | None = None) -> None:
     if not found.to_do:
         _line(console, "complete")
         return
-    command = f"python -m pipeline run --config {root}/config.yaml --results {root}"
-    _line(console, f"to do: {found.to_do} cells of the configuration {RunFolder(root).read_config().name}; `{command}` computes them")
+    folder, where, first = RunFolder(root), root, ""
+    if folder.store.archive.exists():
+        where = Path("results/<name>")
+        first = f"python -m pipeline gather {where} {root} && "
+    command = f"{first}python -m pipeline run --config {where}/config.yaml --results {where}"
+    _line(console, f"to do: {found.to_do} cells of the configuration {folder.read_config().name}; `{command}` computes them")
 
 
 def _line(console: Console, text: str) -> None:

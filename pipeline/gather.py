@@ -1,0 +1,82 @@
+"""Makes one run folder of the records of others: of an archived run that is to be carried on with, or of several sittings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pipeline.config import ExperimentConfig
+from pipeline.folder import FolderError, RunFolder
+from pipeline.plan import plan
+from pipeline.records import Record, Status
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """How many records there were, and what became of them."""
+
+    taken: int
+    there: int
+    superseded: int
+    outdated: int
+    unplanned: int
+
+    def __str__(self) -> str:
+        left_out = (
+            (self.superseded, "superseded by others of the same cell"),
+            (self.outdated, "of other kernel sources"),
+            (self.unplanned, "of cells that are not in the configuration"),
+        )
+        words = [f"{self.taken} records taken", *([f"{self.there} were there"] if self.there else [])]
+        return ", ".join(words + [f"{number} left out: {why}" for number, why in left_out if number])
+
+
+def gather(target: RunFolder, sources: Sequence[RunFolder], config: ExperimentConfig, kernel_digest: str) -> Gathered:
+    """Write into ``target`` the records of ``sources`` that a run of ``config`` would keep, and make it a folder of that configuration.
+
+    Of several records of a cell, those in ``target`` included, the best counts: with numbers before a reason that stands (unsupported, not
+    installed) before a failure, then the newest. Sources are only read. Raises :class:`FolderError` when a folder cannot be used, and
+    :class:`pipeline.records.DamagedRecord` for a record that cannot be read: what it held may be the best there is.
+    """
+    target.refuse_archive()
+    cells = plan(config)
+    with target.lock({cell.experiment for cell in cells}):
+        target.adopt(config)
+        own = _records(target)
+        others = [record for source in sources for record in _all(source)]
+        planned = {cell.id for cell in cells}
+        known = [record for record in (*own, *others) if record.cell_id in planned]
+        current = [record for record in known if record.kernel_digest == kernel_digest]
+        best: dict[str, Record] = {}
+        for record in current:
+            if record.cell_id not in best or _rank(record) > _rank(best[record.cell_id]):
+                best[record.cell_id] = record
+        kept = {record.cell_id for record in own if best.get(record.cell_id) is record}
+        for record in best.values():
+            if record.cell_id not in kept:
+                target.store.write(record)
+    return Gathered(
+        taken=len(best) - len(kept),
+        there=len(kept),
+        superseded=len(current) - len(best),
+        outdated=len(known) - len(current),
+        unplanned=len(own) + len(others) - len(known),
+    )
+
+
+def _rank(record: Record) -> tuple[int, str]:
+    return 2 if record.status is Status.OK else int(record.final), record.finished
+
+
+def _all(source: RunFolder) -> Iterable[Record]:
+    records = _records(source)
+    if not records:
+        raise FolderError(f"{source.root} holds no records; name the folder of a run, or of an archived one")
+    return records
+
+
+def _records(folder: RunFolder) -> list[Record]:
+    reading = folder.store.read_all()
+    if reading.damaged:
+        raise reading.damaged[0]
+    return reading.records

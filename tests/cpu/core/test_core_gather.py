@@ -1,0 +1,130 @@
+"""Records of several sittings, or of an archived run, become one run folder."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pipeline import cli, launch
+from pipeline.config import ExperimentConfig
+from pipeline.folder import FolderError, RunFolder
+from pipeline.gather import gather
+from pipeline.plan import plan
+from pipeline.records import DamagedRecord, Record, Status
+from pipeline.site import LocalSite
+from pipeline.status import print_status
+
+OK, UNSUPPORTED, FAILED, CANCELLED = Status.OK, Status.UNSUPPORTED, Status.FAILED, Status.CANCELLED
+
+
+def config(*implementations: str) -> ExperimentConfig:
+    names = list(implementations or ("eager", "sdpa"))
+    return ExperimentConfig.model_validate(
+        {"name": "t", "accuracy": {"implementations": names, "crops": [16], "head_dims": [16], "slices": 2, "cases": 1}}
+    )
+
+
+def sitting(
+    root: Path, statuses: dict[str, Status], at: str = "1", digest: str = "k", settings: ExperimentConfig | None = None
+) -> RunFolder:
+    folder = RunFolder(root)
+    settings = settings or config()
+    folder.adopt(settings)
+    for cell in plan(settings):
+        if cell.implementation in statuses:
+            status = statuses[cell.implementation]
+            folder.store.write(
+                Record(
+                    cell=cell,
+                    cell_id=cell.id,
+                    status=status,
+                    reason=None if status is OK else f"at {at}",
+                    kernel_digest=digest,
+                    finished=at,
+                )
+            )
+    return folder
+
+
+def found(folder: RunFolder) -> dict[str, tuple[Status, str]]:
+    return {record.cell.implementation: (record.status, record.finished) for record in folder.store.read_all().records}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (OK, OK, (OK, "2")),  # the newest
+        (OK, FAILED, (OK, "1")),
+        (OK, UNSUPPORTED, (OK, "1")),
+        (UNSUPPORTED, FAILED, (UNSUPPORTED, "1")),
+        (CANCELLED, FAILED, (FAILED, "2")),
+    ],
+)
+def test_the_best_record_of_a_cell_counts(tmp_path: Path, first: Status, second: Status, expected: tuple[Status, str]) -> None:
+    a, b = sitting(tmp_path / "a", {"eager": first}, "1"), sitting(tmp_path / "b", {"eager": second}, "2")
+    for name, sources in (("ab", [a, b]), ("ba", [b, a])):
+        target = RunFolder(tmp_path / name)
+        result = gather(target, sources, config(), "k")
+        assert found(target) == {"eager": expected}
+        assert (result.taken, result.superseded) == (1, 1)
+    assert found(a) == {"eager": (first, "1")} and found(b) == {"eager": (second, "2")}
+
+
+def test_what_is_there_is_only_bettered(tmp_path: Path) -> None:
+    target = sitting(tmp_path / "run", {"eager": OK, "sdpa": FAILED}, "2")
+    result = gather(target, [sitting(tmp_path / "a", {"eager": OK, "sdpa": OK}, "1"), target], config(), "k")
+    assert found(target) == {"eager": (OK, "2"), "sdpa": (OK, "1")}
+    assert (result.taken, result.there) == (1, 1)
+
+
+def test_other_kernel_sources_and_other_cells_are_left_out(tmp_path: Path) -> None:
+    old = sitting(tmp_path / "old", {"eager": OK}, digest="other")
+    more = sitting(tmp_path / "more", {"eager": OK, "lma": OK}, settings=config("eager", "lma"))
+    target = RunFolder(tmp_path / "run")
+    result = gather(target, [old, more], config(), "k")
+    assert found(target) == {"eager": (OK, "1")} and (result.outdated, result.unplanned) == (1, 1)
+    assert str(result) == ("1 records taken, 1 left out: of other kernel sources, 1 left out: of cells that are not in the configuration")
+
+
+def test_refused_before_anything_is_written(tmp_path: Path) -> None:
+    target, good = RunFolder(tmp_path / "run"), sitting(tmp_path / "a", {"eager": OK})
+    with pytest.raises(FolderError, match="empty holds no records"):
+        gather(target, [good, RunFolder(tmp_path / "empty")], config(), "k")
+    broken = sitting(tmp_path / "b", {"eager": OK})
+    broken.store.path(plan(config())[0]).write_text("{")
+    with pytest.raises(DamagedRecord):
+        gather(target, [good, broken], config(), "k")
+    assert not found(target)
+    with pytest.raises(FolderError, match="belongs to another configuration"):
+        gather(sitting(tmp_path / "c", {"lma": OK}, settings=config("lma")), [good], config(), "k")
+
+
+def test_an_archived_run_is_carried_on_in_a_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "kernel_digest", lambda: "k")
+    monkeypatch.setattr("pipeline.status.kernel_digest", lambda: "k")
+    monkeypatch.chdir(tmp_path)
+    sitting(tmp_path / "run", {"eager": OK})
+    archived = RunFolder(tmp_path / "archive")
+    archived.adopt(config())
+    RunFolder(tmp_path / "run").store.write_archive(archived.root)
+    before = archived.store.archive.read_bytes()
+
+    print_status(archived.root)
+    assert f"to do: 1 cells of the configuration t; `python -m pipeline gather results/<name> {archived.root} && python -m" in (
+        capsys.readouterr().out
+    )
+    for refused in (lambda: launch.run(config(), LocalSite(), archived.root), lambda: gather(archived, [RunFolder("run")], config(), "k")):
+        with pytest.raises(
+            FolderError, match="archived run, which no run changes; make a run folder of it with `python -m pipeline gather"
+        ):
+            refused()
+    assert not archived.jobs.exists()
+
+    done = CliRunner().invoke(cli.app, ["gather", "again", str(archived.root)])
+    assert done.exit_code == 0 and done.output == "1 records taken\n", done.output
+    again = RunFolder(tmp_path / "again")
+    assert again.read_config() == config() and found(again) == {"eager": (OK, "1")}
+    assert [item.cell.implementation for item in again.pending(plan(config()), "k").items] == ["sdpa"]
+    assert archived.store.archive.read_bytes() == before
