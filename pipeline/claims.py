@@ -30,6 +30,8 @@ REMOVED = (0.28, 0.47)
 LEVEL = 0.005
 STEP_GPUS, STEP_BACKENDS, STEP_CROP = 16, 8, 768
 SPEEDUPS = {"triton": 1.73, "cuequivariance": 1.13}
+#: What of the same project computes the attention alone: told beside the claim, which compares it with attention and multiplication.
+ATTENTION_ALONE = {"triton": "triton", "cuequivariance": "cuequivariance_attention"}
 #: A measured speed-up within this share of the claimed one reproduces it (the claim is given to two decimals and the
 #: measurement's own spread is allowed to be 5 %, see the kernel-time table).
 SPEEDUP_TOLERANCE = 0.05
@@ -315,6 +317,12 @@ def _step_speedup(data: pd.DataFrame, device: str, baseline: str) -> Claim:
         verdict = Verdict.REPRODUCED if ratio >= claimed * (1 - SPEEDUP_TOLERANCE) else Verdict.NOT_REPRODUCED
     (a, kind_a), (b, kind_b) = step_seconds(against), step_seconds(own)
     measured = f"{ratio:.2f}{TIMES} ({a:.3g} s against {b:.3g} s)"
+    peer = ATTENTION_ALONE[baseline]
+    alone = [at_crop[at_crop["implementation"] == name] for name in (peer, "turbopair_attention")]
+    alone_ratio = speedup(*alone)
+    if alone_ratio is not None:
+        (c, _), (d, _) = map(step_seconds, alone)
+        measured += f"; {label('turbopair_attention')} against {label(peer)}: {alone_ratio:.2f}{TIMES} ({c:.3g} s against {d:.3g} s)"
     return Claim(key, statement, paper, measured, device, "1 crop", verdict, _step_scope(device, ranks, "", {kind_a, kind_b}))
 
 

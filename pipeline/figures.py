@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import matplotlib
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator, PercentFormatter
 
 from pipeline import summary
@@ -23,7 +26,7 @@ from pipeline.records import write_atomically
 from pipeline.stability_tables import curve
 from pipeline.step_tables import step_seconds
 from pipeline.summary import FAMILIES, label
-from pipeline.table_rows import mean, metric
+from pipeline.table_rows import SPREAD_LIMIT, mean, metric
 from pipeline.tensors import ATTENTION, MODULE, MULTIPLICATION, SHOWN, SYMBOL, gradients
 
 # Okabe and Ito's palette: told apart with any colour vision; markers and hatches repeat the distinction.
@@ -31,8 +34,22 @@ PALETTE = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F", "#A05A2C", "#5E4FA2", "#117733", "#882255",
 )  # fmt: skip
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h", "*", "p")
+# Lines of this repository's kernels are thick and solid, in colours that no other line has. Widths differ, and the thin are
+# above the thick, since some of them coincide.
+OWN_LINES = {
+    "turbopair": ("#0072B2", "o", 2.6), "turbopair.paper": ("#D55E00", "s", 4.2), "turbopair.exact": ("#009E73", "^", 3.4),
+    "turbopair.plain": ("#CC79A7", "D", 2.6), "turbopair.split_p": ("#E69F00", "v", 1.8), "turbopair_attention": ("#56B4E9", "P", 1.8),
+}  # fmt: skip
+# Of the others' lines colours, markers and dashes go round at different lengths, so that no two agree in all.
+OTHER_COLORS = ("#000000", "#5E4FA2", "#A05A2C", "#117733", "#7F7F7F", "#882255", "#4F81A0")
+OTHER_MARKERS = ("X", "<", ">", "h", "*", "p", "d", "P", "8")
+OTHER_DASHES = ("-", "--", ":", "-.")
+# One implementation that has another name as a back end of the step, or inside the attention module.
+SAME_LINE = {"pytorch": "eager", "openfold3": "eager", "triton": "openfold3_triton"}
 SHOWN_TIMES = {"forward_grad": "forward (keeping what the backward needs)", "backward": "backward"}
 PAPER_REMOVED = (0.28, 0.47)
+#: Steps before and after one over which the curves of a training run are averaged.
+HALF_WINDOW = 10
 STYLE: dict[str, Any] = {
     "font.size": 10, "axes.titlesize": 11, "axes.labelsize": 10, "legend.fontsize": 9, "figure.dpi": 100,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
@@ -52,17 +69,22 @@ class Drawing:
     svg: str
 
 
+Lines = Mapping[str, dict[str, Any]]
+
+
 def draw_all(data: pd.DataFrame, folder: Path) -> list[Drawing]:
     """Draw every table that has numbers, for each machine, into ``folder``."""
     drawn = []
+    lines = _lines(data[data["experiment"].isin(DRAW_LINES)]["implementation"]) if len(data) else {}
+    draw = DRAW | {experiment: partial(function, lines) for experiment, function in DRAW_LINES.items()}
     devices = sorted(data["device"].unique()) if len(data) else []
     for table, (experiment, operator) in TABLES.items():
         for device in devices:
             part = data[(data["device"] == device) & (data["operator"] == operator) & data["ok"]]
-            if experiment not in DRAW or not (part["experiment"] == experiment).any():
+            if experiment not in draw or not (part["experiment"] == experiment).any():
                 continue
             with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
-                figure = DRAW[experiment](part)
+                figure = draw[experiment](part)
                 if figure is None:
                     continue
                 name = table if len(devices) == 1 else f"{table}-{re.sub(r'[^A-Za-z0-9]+', '-', device).strip('-').lower()}"
@@ -90,15 +112,32 @@ def _colors(names: list[str]) -> dict[str, tuple[str, str]]:
     return {name: (PALETTE[i % len(PALETTE)], MARKERS[i % len(MARKERS)]) for i, name in enumerate(names)}
 
 
-def _sparse_log_ticks(axes: Axes) -> None:
-    """Few ticks, written 2e-4: labels of a narrow panel must not run into each other."""
+def _lines(names: Iterable[str]) -> Lines:
+    """How the line of each implementation looks, the same in all figures that are drawn from ``names``."""
+    looks: dict[str, dict[str, Any]] = {}
+    others = sorted({SAME_LINE.get(name, name) for name in names} - set(OWN_LINES))
+    for name, (color, marker, width) in OWN_LINES.items():
+        sizes = {"linewidth": width, "markersize": 3 + 1.3 * width, "zorder": 2.5 - width / 10}
+        looks[name] = {"color": color, "marker": marker, "linestyle": "-", **sizes}
+    for i, name in enumerate(others):
+        dashes = OTHER_DASHES[i // len(OTHER_COLORS) % len(OTHER_DASHES)]
+        color, marker = OTHER_COLORS[i % len(OTHER_COLORS)], OTHER_MARKERS[i % len(OTHER_MARKERS)]
+        looks[name] = {"color": color, "marker": marker, "linestyle": dashes, "linewidth": 1.1, "markersize": 5, "zorder": 2.5}
+    return looks | {name: looks[same] for name, same in SAME_LINE.items() if same in looks}
+
+
+def _log_ticks(axes: Axes, inches: float) -> None:
+    """As many ticks as have room on an axis of ``inches``, written 2e-4: labels must not run into each other."""
     low, high = axes.get_xlim()
     low, high = low / 1.25, high * 1.25
-    steps = (1,) if high / low > 300 else (1, 3) if high / low > 12 else (1, 2, 5)
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks = [step * 10.0**decade for decade in decades for step in steps]
-    ticks = [tick for tick in ticks if low <= tick <= high]
-    axes.set_xticks(ticks, [f"{tick:.0e}".replace("e-0", "e-") for tick in ticks])
+    ticks: dict[float, str] = {}
+    for steps in ((1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9), (1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
+        ticks = {step * 10.0**decade: f"{step:g}e{decade}" for decade in decades for step in steps}
+        ticks = {tick: text for tick, text in ticks.items() if low <= tick <= high}
+        if all(math.log(b / a) / math.log(high / low) * inches > 0.42 for a, b in pairwise(ticks)):
+            break
+    axes.set_xticks(list(ticks), list(ticks.values()))
     axes.minorticks_off()
     axes.set_xlim(low, high)
 
@@ -135,7 +174,7 @@ def _accuracy(part: pd.DataFrame) -> Figure | None:
                     points.append((value, i + shift))
             axes.scatter([x for x, _ in points], [y for _, y in points], s=26, color=color, marker=marker, label=family, linewidths=0)
         axes.set_xscale("log")
-        _sparse_log_ticks(axes)
+        _log_ticks(axes, 9.8 / len(shown))
         axes.set_title(SYMBOL[t] + of_weights)
         axes.set_xlabel("RMSE against FP64" if key.startswith("rmse") else "worst relative RMSE against FP64")
         axes.set_ylim(len(names) + 0.6, -0.6)
@@ -208,7 +247,7 @@ def _ablation(part: pd.DataFrame) -> Figure | None:
     return figure
 
 
-def _kernel_time(part: pd.DataFrame) -> Figure | None:
+def _kernel_time(lines: Lines, part: pd.DataFrame) -> Figure | None:
     rows = part[part["experiment"] == "kernel_time"]
     shown = [summary.gate(part, row).reason is None for _, row in rows.iterrows()]
     rows = rows[shown]
@@ -217,20 +256,27 @@ def _kernel_time(part: pd.DataFrame) -> Figure | None:
     operator = summary.operator_of(rows)
     rows = rows[~rows["masked"].astype(bool)] if not rows["masked"].all() else rows
     names = list(dict.fromkeys(rows["implementation"]))
-    style = _colors(names)
     panels = _panels(rows)
+    handles: dict[str, Line2D] = {}  # a panel may lack an implementation (one that takes no bf16 weights, say): the legend has all
+    unsteady = False
     figure = Figure(figsize=(12.8, 3.7 * len(panels) + 0.24 * len(names)), layout="constrained")
     grid = figure.subplots(len(panels), 2, squeeze=False, sharey="row")
     for line, (what, at_dim) in zip(grid, panels, strict=True):
         lengths = sorted(at_dim["n"].unique())
         for axes, (key, title) in zip(line, SHOWN_TIMES.items(), strict=True):
             for name in names:
-                color, marker = style[name]
                 points = summary.split(at_dim[at_dim["implementation"] == name], "n")
-                xy = [(n, mean(group, f"ms.{key}")) for (n,), group in points]
-                xy = [(n, ms) for n, ms in xy if not math.isnan(ms)]
-                x, y = [n for n, _ in xy], [ms for _, ms in xy]
-                axes.plot(x, y, color=color, marker=marker, markersize=5, linewidth=1.5, label=label(name, operator))
+                xy = [(n, mean(group, f"ms.{key}"), _spread(group, f"ms.{key}")) for (n,), group in points]
+                xy = [(n, ms, spread) for n, ms, spread in xy if not math.isnan(ms)]
+                if not xy:
+                    continue
+                (drawn,) = axes.plot([n for n, _, _ in xy], [ms for _, ms, _ in xy], **lines[name])
+                handles.setdefault(label(name, operator), drawn)
+                hollow = [(n, ms) for n, ms, spread in xy if spread > SPREAD_LIMIT]
+                if hollow:
+                    unsteady = True
+                    look = lines[name] | {"linestyle": "none", "markerfacecolor": "white", "markeredgewidth": 1.2}
+                    axes.plot([n for n, _ in hollow], [ms for _, ms in hollow], **(look | {"zorder": 3}))
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
             axes.set_xticks(lengths, [str(n) for n in lengths])
@@ -241,10 +287,17 @@ def _kernel_time(part: pd.DataFrame) -> Figure | None:
             axes.set_xlabel("N")
             axes.set_title(f"{title}, {what}")
         line[0].set_ylabel("ms")
-    # a panel may lack an implementation (one that takes no bf16 weights, say): the legend has all of them
-    handles = {text: handle for line in grid for handle, text in zip(*line[0].get_legend_handles_labels(), strict=True)}
-    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=min(4, len(names)))
+    handles = {text: handles[text] for name in names if (text := label(name, operator)) in handles}
+    if unsteady:
+        look = {"linestyle": "none", "marker": "o", "color": "#555555", "markerfacecolor": "white"}
+        handles[f"hollow: spread of this time > {SPREAD_LIMIT:.0%}"] = Line2D([], [], **look)
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=min(4, len(handles)), handlelength=3.2)
     return figure
+
+
+def _spread(group: pd.DataFrame, key: str) -> float:
+    """(p90 - p10) / median of one time; a table's row tells the largest of its times."""
+    return (mean(group, f"{key}.p90") - mean(group, f"{key}.p10")) / mean(group, key)
 
 
 def _panels(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
@@ -256,31 +309,39 @@ def _panels(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
 
 
 def _step_time(part: pd.DataFrame) -> Figure | None:
+    """A column of panels a crop, with one scale; a row of panels a number of GPUs, with the back ends measured on it."""
     rows = part[part["experiment"] == "step_time"]
-    names = list(dict.fromkeys(rows["implementation"]))
-    groups = [(n, r, group) for (n, r), group in summary.split(rows, "n", "ranks")]
-    figure = Figure(figsize=(12.8, 1.6 + 0.34 * len(names)), layout="constrained")
-    grid = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
-    for axes, (crop, ranks, group) in zip(grid, groups, strict=True):
-        measured = [step_seconds(group[group["implementation"] == name]) for name in names]
-        for i, (seconds, _) in enumerate(measured):
-            if not math.isnan(seconds):
-                axes.barh(i, seconds, color=PALETTE[0] if names[i] in summary.OWN_BACKENDS else "#9aa5b1", height=0.68)
+    device = str(rows["device"].iloc[0])
+    names = list(dict.fromkeys(rows["implementation"]))  # one order in all panels
+    panels: dict[tuple[int, ...], list[tuple[str, float, str]]] = {}
+    for key, group in summary.split(rows, "n", "ranks"):
+        bars = [(name, *step_seconds(group[group["implementation"] == name])) for name in names]
+        panels[key] = [bar for bar in bars if not math.isnan(bar[1])]
+    crops, counts = sorted({n for n, _ in panels}), sorted({ranks for _, ranks in panels})
+    most = [max(1, *(len(panels.get((n, ranks), [])) for n in crops)) for ranks in counts]
+    figure = Figure(figsize=(12.8, 0.4 + 0.34 * sum(most) + 0.8 * len(counts)), layout="constrained")
+    grid = figure.subplots(len(counts), len(crops), sharex="col", squeeze=False, height_ratios=most)
+    for line, ranks, places in zip(grid, counts, most, strict=True):
+        for axes, crop in zip(line, crops, strict=True):
+            bars = panels.get((crop, ranks), [])
+            axes.set_visible(bool(bars))
+            for i, (name, seconds, _) in enumerate(bars):
+                axes.barh(i, seconds, color=PALETTE[0] if name in summary.OWN_BACKENDS else "#9aa5b1", height=0.68)
                 axes.text(seconds, i, f" {seconds:.2f}", va="center", fontsize=9)
-        kinds = sorted({kind for seconds, kind in measured if not math.isnan(seconds)})
-        axes.set_xlabel(f"{' / '.join(kinds)} s per step")
-        axes.set_title(f"crop {crop}, {summary.count_of_processors(str(rows['device'].iloc[0]), ranks)}")
-        axes.margins(x=0.16)
-        axes.grid(axis="y", visible=False)
-    grid[0].set_yticks(range(len(names)), [label(n) for n in names])
-    grid[0].invert_yaxis()
+            axes.set_yticks(range(len(bars)), [label(name) for name, _, _ in bars])
+            axes.set_ylim(places - 0.5, -0.5)
+            axes.tick_params(labelbottom=True)
+            axes.set_xlabel(f"{' / '.join(sorted({kind for _, _, kind in bars}))} s per step")
+            axes.set_title(f"crop {crop}, {summary.count_of_processors(device, ranks)}")
+            axes.margins(x=0.16)
+            axes.grid(axis="y", visible=False)
     return figure
 
 
 OF_OPERATOR = {MULTIPLICATION: "Triangle multiplication", MODULE: "Attention module"}
 
 
-def _stability(part: pd.DataFrame) -> Figure | None:
+def _stability(lines: Lines, part: pd.DataFrame) -> Figure | None:
     rows = part[part["experiment"] == "stability"]
     names = list(dict.fromkeys(rows["implementation"]))
     shown = {
@@ -290,24 +351,38 @@ def _stability(part: pd.DataFrame) -> Figure | None:
         "distance_triangle": "the same, triangles",
     }
     groups = summary.split(rows, "n")
-    figure = Figure(figsize=(12.8, 0.7 + 3.2 * len(groups)), layout="constrained")
+    figure = Figure(figsize=(12.8, 1.0 + 3.2 * len(groups)), layout="constrained")
     grid = figure.subplots(len(groups), len(shown), squeeze=False)
     for line, ((crop,), group) in zip(grid, groups, strict=True):
         for axes, (key, title) in zip(line, shown.items(), strict=True):
-            for i, name in enumerate(names):
+            for name in names:
                 run = group[group["implementation"] == name]
                 values = curve(run, key)
-                every = int(run["every"].iloc[-1]) if key.startswith("distance") and len(run) and "every" in run else 1
-                points = [(every * k, v) for k, v in enumerate(values) if v > 0 or key == "loss"]  # fp32 is at no distance from itself
-                if points:
-                    style = {"marker": MARKERS[i % len(MARKERS)], "markersize": 4} if every > 1 else {"alpha": 0.8}
-                    axes.plot(*zip(*points, strict=True), color=PALETTE[i % len(PALETTE)], linewidth=1.2, label=label(name), **style)
+                if key.startswith("distance"):
+                    every = int(run["every"].iloc[-1]) if len(run) and "every" in run else 1
+                    points = [(every * k, v) for k, v in enumerate(values) if v > 0]  # fp32 is at no distance from itself
+                    axes.plot([x for x, _ in points], [v for _, v in points], **lines[name])
+                elif values:
+                    # batches differ more than runs do: the curves themselves lie on each other
+                    axes.plot(values, color=lines[name]["color"], linewidth=0.5, alpha=0.15)
+                    axes.plot(_running_mean(values), **(lines[name] | {"marker": "", "alpha": 0.85}))
             if key != "loss":
                 axes.set_yscale("log")
             axes.set_xlabel("step")
             axes.set_title(f"{title}, crop {crop}")
-    _legend_below(figure, grid[0][0], min(3, len(names)))
+        line[1].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        line[1].yaxis.set_minor_locator(NullLocator())
+        line[1].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        line[0].set_ylabel(f"mean of {2 * HALF_WINDOW + 1} steps (faint: each step)")
+    handles = [Line2D([], [], **lines[name]) for name in names]
+    figure.legend(handles, [label(name) for name in names], loc="outside lower center", ncols=min(3, len(names)), handlelength=3.2)
     return figure
+
+
+def _running_mean(values: Sequence[float]) -> list[float]:
+    """The mean over each step and its neighbours, as many as there are."""
+    windows = [values[max(0, i - HALF_WINDOW) : i + HALF_WINDOW + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
 
 
 TITLES = {
@@ -319,6 +394,7 @@ TITLES = {
     "stability": "Loss and gradients by step",
 }
 DRAW: dict[str, Callable[[pd.DataFrame], Figure | None]] = {
-    "accuracy": _accuracy, "determinism": _determinism, "ablation": _ablation, "kernel_time": _kernel_time, "step_time": _step_time,
-    "stability": _stability,
+    "accuracy": _accuracy, "determinism": _determinism, "ablation": _ablation, "step_time": _step_time,
 }  # fmt: skip
+#: Those that draw a line an implementation, which looks the same in all of them.
+DRAW_LINES: dict[str, Callable[[Lines, pd.DataFrame], Figure | None]] = {"kernel_time": _kernel_time, "stability": _stability}

@@ -18,12 +18,14 @@ class Gathered:
     taken: int
     there: int
     superseded: int
+    stopped: int
     outdated: int
     unplanned: int
 
     def __str__(self) -> str:
         left_out = (
             (self.superseded, "superseded by others of the same cell"),
+            (self.stopped, "of cells that were stopped"),
             (self.outdated, "of other kernel sources"),
             (self.unplanned, "of cells that are not in the configuration"),
         )
@@ -35,8 +37,9 @@ def gather(target: RunFolder, sources: Sequence[RunFolder], config: ExperimentCo
     """Write into ``target`` the records of ``sources`` that a run of ``config`` would keep, and make it a folder of that configuration.
 
     Of several records of a cell, those in ``target`` included, the best counts: with numbers before a reason that stands (unsupported, not
-    installed) before a failure, then the newest. Sources are only read. Raises :class:`FolderError` when a folder cannot be used, and
-    :class:`pipeline.records.DamagedRecord` for a record that cannot be read: what it held may be the best there is.
+    installed) before a failure, then the newest; that a cell was stopped says nothing of it. Sources are only read. Raises
+    :class:`FolderError` when a folder cannot be used, and :class:`pipeline.records.DamagedRecord` for a record that cannot be read: what
+    it held may be the best there is.
     """
     target.refuse_archive()
     cells = plan(config)
@@ -46,7 +49,8 @@ def gather(target: RunFolder, sources: Sequence[RunFolder], config: ExperimentCo
         others = [record for source in sources for record in _all(source)]
         planned = {cell.id for cell in cells}
         known = [record for record in (*own, *others) if record.cell_id in planned]
-        current = [record for record in known if record.kernel_digest == kernel_digest]
+        ended = [record for record in known if record.status is not Status.CANCELLED]
+        current = [record for record in ended if record.kernel_digest == kernel_digest]
         best: dict[str, Record] = {}
         for record in current:
             if record.cell_id not in best or _rank(record) > _rank(best[record.cell_id]):
@@ -59,7 +63,8 @@ def gather(target: RunFolder, sources: Sequence[RunFolder], config: ExperimentCo
         taken=len(best) - len(kept),
         there=len(kept),
         superseded=len(current) - len(best),
-        outdated=len(known) - len(current),
+        stopped=len(known) - len(ended),
+        outdated=len(ended) - len(current),
         unplanned=len(own) + len(others) - len(known),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from pipeline import summary
 from pipeline.cells import TABLES
-from pipeline.claims import Claim
+from pipeline.claims import Claim, to_table
 from pipeline.figures import Drawing
 from pipeline.provenance import environments
 from pipeline.records import Record
@@ -45,14 +45,16 @@ def render(
         lstrip_blocks=True,
     )
     machines = environments(records)
+    titles = {table.name: table.title for table in tables}
     return environment.get_template("report.html.j2").render(
         name=config.name if config else "records",
         title=config.title if config else "",
         machines=machines,
         mixed=len(machines) > 1,
         counts=_counts(data),
-        progress=_progress(data),
+        progress=_progress(data, titles),
         claims=claims,
+        claims_caption=to_table(claims, []).caption,
         tables=[table for table in tables if table.sections],
         left_out=[table.title for table in tables if not table.sections],
         figures={name: [_inline(d, i) for i, d in enumerate(figures) if d.table == name] for name in TABLES},
@@ -67,7 +69,7 @@ def _counts(data: pd.DataFrame) -> dict[str, int]:
     return {str(k): int(v) for k, v in Counter(data["status"]).items()} if len(data) else {}
 
 
-def _progress(data: pd.DataFrame) -> list[dict[str, Any]]:
+def _progress(data: pd.DataFrame, titles: Mapping[str, str]) -> list[dict[str, Any]]:
     """One line a table: cells with numbers, with a reason why not, failed, not run."""
     lines = []
     for name, (experiment, operator) in TABLES.items():
@@ -78,7 +80,7 @@ def _progress(data: pd.DataFrame) -> list[dict[str, Any]]:
         declined = status["unsupported"] + status["not_installed"]
         bad = len(part) - status["ok"] - declined - status["not_run"]
         counts = {"cells": len(part), "ok": status["ok"], "declined": declined, "failed": bad, "not_run": status["not_run"]}
-        lines.append({"name": name, **counts})
+        lines.append({"name": name, "title": titles[name], **counts})
     return lines
 
 

@@ -230,7 +230,8 @@ def shortfall(data: pd.DataFrame) -> str | None:
         text = words if not reason else reason if words in reason else f"{words}: {reason}"
         texts.append(text if count == len(data) else f"{count} of {len(data)} {text}")
     if len(items) > 2:
-        texts.append(f"and {len(items) - 2} other reasons")
+        more = len(items) - 2
+        texts.append(f"and {more} other reason{'' if more == 1 else 's'}")
     return "; ".join(texts)
 
 

@@ -117,8 +117,8 @@ CAPTIONS = {
         "Stability of training",
         "Optimizer steps of OpenFold3 at reduced depth from the same weights, batches and noise. Distance: relative L2 distance of the "
         "gradient from that of OpenFold3's own code in fp32 at the run's own weights, over all parameters and over those of the triangle "
-        "operations. Loss off fp32: mean over the steps of the relative difference to the fp32 run's loss. Lowest in bold, the fp32 run "
-        "left out.",
+        "operations. Loss off fp32: mean over the steps of the relative difference to the fp32 run's loss. Lowest in bold, maxima "
+        "and the fp32 run left out.",
     ),
 }  # fmt: skip
 

@@ -110,11 +110,12 @@ def _kernel_row(size: str, part: pd.DataFrame, data: pd.DataFrame, usual: float)
     for name in ("peak_bytes.forward", "peak_bytes.both", "host_us.forward", "host_us.backward", "host_us.autograd"):
         row.data[name] = mean(part, name)
     row.data["accuracy_size"] = _size(int(gate.accuracy["n"].iloc[0]), int(gate.accuracy["slices"].iloc[0]))
-    for key in (error_key(t) for t in BESIDE.get(operator, SHOWN[operator])):
-        value = mean(gate.accuracy, key)
-        star = "" if row.data["accuracy_size"] == row.data["size"] else "*"
-        row.values[key] = Value(f"{value:.2e}{star}", value)
-        row.data[key] = value
+    star = "" if row.data["accuracy_size"] == row.data["size"] else "*"
+    for tensor in SHOWN[operator]:
+        key = error_key(tensor)
+        value = row.data[key] = mean(gate.accuracy, key)
+        if tensor in BESIDE.get(operator, SHOWN[operator]):
+            row.values[key] = Value(f"{value:.2e}{star}", value)
     row.values["bitwise"] = _bitwise(part, data)
     row.data["bitwise"] = row.values["bitwise"].text if row.values["bitwise"].raw is not None else None
     row.data = {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in row.data.items()}

@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def show(tensor: Tensor) -> str:
@@ -27,3 +28,12 @@ def not_among(given: object, names: Iterable[str]) -> str:
 def broadcasts(given: Sequence[int], wanted: Sequence[int]) -> bool:
     """Whether a shape has as many dimensions as another, each of its size or 1."""
     return len(given) == len(wanted) and all(a in (1, b) for a, b in zip(given, wanted, strict=True))
+
+
+def refuse_forward_mode(operator: str, tensors: Iterable[Tensor]) -> None:
+    """Raise NotImplementedError if a tensor carries a forward-mode derivative, which the operator would drop without a word."""
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise NotImplementedError(
+            f"turbopair.{operator} was given a forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad); accepted: reverse mode "
+            "(backward, torch.autograd.grad), or PyTorch's own operations in this layer"
+        )

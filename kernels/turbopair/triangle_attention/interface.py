@@ -66,7 +66,7 @@ def triangle_attention(
         NotImplementedError: sensible, but outside the supported range (dtype, D, device).
         turbopair.NativeUnavailable: CUDA tensors, and the kernel library cannot be used; the message says why.
 
-    Autocast is ignored: the tensors are used in the dtypes they have. A second derivative raises NotImplementedError.
+    Autocast is ignored: the tensors are used in the dtypes they have. A second derivative and a forward-mode one raise NotImplementedError.
     """
     refusal = problem(q, k, v, bias, mask, scale, precision)
     # Under torch.compile the device is asked at run time, by the operator: the answer comes through ctypes, which cannot be traced.

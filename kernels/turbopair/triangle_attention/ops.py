@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from turbopair import native
+from turbopair.refusals import refuse_forward_mode
 from turbopair.triangle_attention import emulation, reference
 from turbopair.triangle_attention.contract import PRECISIONS
 
@@ -181,6 +182,7 @@ class _Gradient(torch.autograd.Function):
 def _forward_autograd(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float, precision: str
 ) -> tuple[Tensor, Tensor, Tensor]:
+    refuse_forward_mode("triangle_attention", (q, k, v, bias))
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or bias.requires_grad):
         return _Attention.apply(q, k, v, bias, mask, scale, precision)
     with torch._C._AutoDispatchBelowAutograd():

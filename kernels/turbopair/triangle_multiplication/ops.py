@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from turbopair.native import NativeUnavailable
+from turbopair.refusals import refuse_forward_mode
 from turbopair.triangle_multiplication import emulation, reference
 from turbopair.triangle_multiplication.contract import X_DTYPE, TriangleMultiplicationWeights, pitch
 
@@ -181,6 +182,7 @@ class _Gradient(torch.autograd.Function):
 
 
 def _forward_autograd(z: Tensor, mask: Tensor | None, weights: list[Tensor], outgoing: bool, eps: float, save: bool) -> _Outputs:
+    refuse_forward_mode("triangle_multiplication", (z, *weights))
     if _differentiated(z, weights):
         return _Multiplication.apply(z, mask, outgoing, eps, save, *weights)
     with torch._C._AutoDispatchBelowAutograd():

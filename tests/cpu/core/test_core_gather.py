@@ -14,7 +14,7 @@ from pipeline.records import DamagedRecord, Record, Status
 from pipeline.site import LocalSite
 from pipeline.status import print_status
 
-OK, UNSUPPORTED, FAILED, CANCELLED = Status.OK, Status.UNSUPPORTED, Status.FAILED, Status.CANCELLED
+OK, UNSUPPORTED, FAILED = Status.OK, Status.UNSUPPORTED, Status.FAILED
 
 
 def config(*implementations: str) -> ExperimentConfig:
@@ -57,7 +57,6 @@ def found(folder: RunFolder) -> dict[str, tuple[Status, str]]:
         (OK, FAILED, (OK, "1")),
         (OK, UNSUPPORTED, (OK, "1")),
         (UNSUPPORTED, FAILED, (UNSUPPORTED, "1")),
-        (CANCELLED, FAILED, (FAILED, "2")),
     ],
 )
 def test_the_best_record_of_a_cell_counts(tmp_path: Path, first: Status, second: Status, expected: tuple[Status, str]) -> None:
@@ -75,6 +74,13 @@ def test_what_is_there_is_only_bettered(tmp_path: Path) -> None:
     result = gather(target, [sitting(tmp_path / "a", {"eager": OK, "sdpa": OK}, "1"), target], config(), "k")
     assert found(target) == {"eager": (OK, "2"), "sdpa": (OK, "1")}
     assert (result.taken, result.there) == (1, 1)
+
+
+def test_that_a_cell_was_stopped_says_nothing_of_it(tmp_path: Path) -> None:
+    target = RunFolder(tmp_path / "run")
+    result = gather(target, [sitting(tmp_path / "a", {"eager": Status.CANCELLED, "sdpa": OK})], config(), "k")
+    assert found(target) == {"sdpa": (OK, "1")}
+    assert str(result) == "1 records taken, 1 left out: of cells that were stopped"
 
 
 def test_other_kernel_sources_and_other_cells_are_left_out(tmp_path: Path) -> None:

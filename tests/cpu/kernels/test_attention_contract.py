@@ -1,10 +1,12 @@
 """What a call is refused for: each message names the argument, what was given and what is accepted, and nothing is allocated first."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import turbopair
 from turbopair.triangle_attention import contract, ops
@@ -97,6 +99,51 @@ def test_refusal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         turbopair.triangle_attention(**given)
     assert all(word in str(caught.value) for word in (*words, "accepted")), str(caught.value)
     assert turbopair.supports(**given) == str(caught.value)
+
+
+SHAPES = {"q": "BIQHD", "k": "BIKHD", "v": "BIKHD", "bias": "B1HQK", "mask": "BI11K"}
+SIZES = {"B": 2, "I": 3, "Q": 5, "K": 7, "H": 4, "D": 8, "1": 1}
+
+
+def nearly_usual_calls() -> Iterator[tuple[str, Arguments]]:
+    """A usual call with one thing changed in one, some or all of its tensors, so that those left agree with each other or do not."""
+    usual = arguments()
+
+    def resized(name: str, symbol: str, size: int) -> torch.Tensor:
+        return torch.ones([size if each == symbol else SIZES[each] for each in SHAPES[name]], dtype=usual[name].dtype)
+
+    def on_another_device(name: str) -> torch.Tensor:
+        with FakeTensorMode():  # makes tensors of devices that this machine has not
+            return torch.empty(usual[name].shape, dtype=usual[name].dtype, device="xpu")
+
+    changes: dict[str, Callable[[str], Any]] = {
+        "no tensor": lambda name: None,
+        "rank 4": lambda name: usual[name][0],
+        "rank 6": lambda name: usual[name][None],
+        "sparse": lambda name: usual[name].to_sparse(),
+        "gradient": lambda name: usual[name].float().clone().requires_grad_(),
+        "meta": lambda name: usual[name].to("meta"),
+        "xpu": on_another_device,
+    }
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool):
+        changes[str(dtype)] = lambda name, dtype=dtype: usual[name].to(dtype)
+    for symbol in SIZES:
+        for size in (0, 1, 2, 72):
+            changes[f"{symbol} = {size}"] = lambda name, symbol=symbol, size=size: resized(name, symbol, size)
+    for what, changed in changes.items():
+        for count in range(len(SHAPES) + 1):
+            for names in combinations(SHAPES, count):
+                yield f"{what}: {names}", {**usual, **{name: changed(name) for name in names}}
+
+
+def test_first_sight_changes_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list(nearly_usual_calls())
+    verdicts = [repr(contract.problem(**given)) for _, given in calls]
+    usual = sum(contract._are_usual(*list(given.values())[:5]) for _, given in calls)
+    assert usual > 100 and len(set(verdicts)) > 100
+    monkeypatch.setattr(contract, "_are_usual", lambda *_: False)
+    for (what, given), verdict in zip(calls, verdicts, strict=True):
+        assert verdict == repr(contract.problem(**given)), what
 
 
 def test_accepted_calls_have_no_reason() -> None:

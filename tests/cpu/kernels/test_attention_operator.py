@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import turbopair
 from tests.support.numerics import Case, inputs, run
@@ -120,6 +121,16 @@ def test_second_derivative_is_refused_in_words() -> None:
     (dq,) = torch.autograd.grad(attention(q, k, v, bias[:, None]).square().sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="differentiated twice"):
         dq.sum().backward()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_forward_mode_is_refused(grad: bool) -> None:
+    data = inputs(Case(n=5, dtype=F32))
+    q, k, v, bias = (data[name].requires_grad_(grad) for name in ("q", "k", "v", "bias"))
+    with pytest.raises(NotImplementedError, match="triangle_attention was given a forward-mode derivative"):
+        torch.func.jvp(lambda bias: attention(q, k, v, bias, None), (bias,), (torch.ones_like(bias),))
+    with forward_ad.dual_level():  # another part of the model may use it
+        attention(q, k, v, bias, None)
 
 
 def test_backward_twice_through_a_kept_graph() -> None:

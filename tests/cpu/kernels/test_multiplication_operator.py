@@ -163,6 +163,19 @@ def test_second_derivative_is_refused_in_words(by: str) -> None:
         gradient.sum().backward()
 
 
+@pytest.mark.parametrize("by", ["z", "gate"])
+def test_forward_mode_is_refused(by: str) -> None:
+    data = inputs(Case())
+
+    def call(tensor: Tensor) -> Tensor:
+        weights = data["weights"] if by == "z" else data["weights"]._replace(gate=tensor)
+        return multiplication(tensor if by == "z" else data["z"], data["mask"], weights, "outgoing")
+
+    given = data["z"] if by == "z" else data["weights"].gate
+    with pytest.raises(NotImplementedError, match="triangle_multiplication was given a forward-mode derivative"):
+        torch.func.jvp(call, (given,), (torch.ones_like(given),))
+
+
 def test_backward_twice_through_a_kept_graph() -> None:
     data = inputs(Case())
     z = data["z"].clone().requires_grad_()

@@ -14,7 +14,7 @@ SHOWN = {
     "turbopair.paper": "turbopair `paper` (default)",
     "turbopair.exact": "turbopair `exact`",
     "flex": "FlexAttention (torch.compile)",
-    "turbopairformer": "turbopairformer 0.1.3 (published)",
+    "turbopairformer": "turbopairformer 0.1.3.post1 (published)",
     "trifast": "trifast 0.1.13",
     "cuequivariance": "cuEquivariance 0.13.0",
     "eager": "PyTorch eager (OpenFold3 stock)",
@@ -53,7 +53,7 @@ def kernel_rows() -> list[str]:
         for name, title in SHOWN.items():
             row = found[str(n), name]
             times = " | ".join(f"{float(row[f'ms.{part}']):.2f}" for part in ("forward", "backward", "both"))
-            errors = " | ".join(f"{float(row[f'rmse.{tensor}']):.2e}" for tensor in ("dq", "dk", "dbias"))
+            errors = " | ".join(f"{float(row[f'rmse.{tensor}']):.2e}" for tensor in ("out", "dq", "dk", "dbias"))
             memory = round(float(row["peak_bytes.both"]) / 2**20)
             lines.append(f"| {n} | {title} | {times} | {memory} | {errors} | {equal[name]} |")
     return lines

@@ -206,6 +206,21 @@ def test_step_speedup(own, verdict):
     assert found.verdict is verdict and found.scope == "" and f"{10 / own:.2f}" in found.measured
 
 
+def test_step_speedup_tells_what_attention_alone_gives():
+    """The claim sets attention and multiplication against a back end of attention alone."""
+    busy = {"triton": 10.0, "turbopair": 5.0, "turbopair_attention": 8.0, "cuequivariance": 6.0, "cuequivariance_attention": 12.0}
+    records = [syn.step(name, busy=seconds, ranks=16) for name, seconds in busy.items()]
+    found = {name: claim(records, f"step_speedup.{name}").measured for name in ("triton", "cuequivariance")}
+    times = claims.TIMES
+    assert found["triton"].startswith(
+        f"2.00{times} (10 s against 5 s); turbopair, attention only against OpenFold3 Triton: 1.25{times} (10 s"
+    )
+    assert found["cuequivariance"].endswith(
+        f"; turbopair, attention only against cuEquivariance, attention only: 1.50{times} (12 s against 8 s)"
+    )
+    assert "against OpenFold3 Triton:" not in claim(records[:2], "step_speedup.triton").measured
+
+
 def test_step_speedup_at_another_crop_is_not_the_claim():
     records = [syn.step(name, crop=384, ranks=16) for name in ("triton", "turbopair")]
     assert claim(records, "step_speedup.triton").words == "not run (no step time of OpenFold3 Triton or turbopair at crop 768)"

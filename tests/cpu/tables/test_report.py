@@ -1,12 +1,18 @@
+import html
 import io
+import math
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
 import synthetic as syn
+from matplotlib.figure import Figure
 from rich.console import Console
 
+from pipeline import figures, summary
+from pipeline.claims import to_table
 from pipeline.config import ExperimentConfig
 from pipeline.records import RecordWriteError, Status
 from pipeline.show import show
@@ -72,6 +78,80 @@ def test_page_holds_summary_claims_tables_and_environment(page):
     ):
         assert piece in page
     assert page.count("<svg") == 6
+
+
+def test_links_have_the_names_of_their_headings(page):
+    headings = dict(re.findall(r'<h2 id="([^"]+)">([^<]*)</h2>', page))
+    bar = re.findall(r'<a href="#([^"]+)">([^<]*)</a>', page[page.index("<nav>") :])
+    assert {target for target, _ in bar} == set(headings)
+    assert all(words == headings[target] for target, words in bar)
+
+
+def test_page_tells_the_rule_of_the_verdicts(page):
+    caption = html.escape(to_table([], []).caption, quote=False)
+    assert "are level" in caption and caption in page
+
+
+def test_a_remark_has_a_line_of_its_own_as_wide_as_its_table(page):
+    grid, *_ = (part for part in page.split('<table class="grid">') if ">spread &gt; 5%</td>" in part)
+    row = re.search(
+        r'<tr class="(?:group )?remarked">(.*?)</tr>\s*<tr class="remark"><td colspan="(\d+)">spread &gt; 5%</td></tr>', grid, re.S
+    )
+    assert row
+    columns = len(re.findall("<th[ >]", grid))
+    assert row[1].count(' rowspan="2"') == 2 and 2 + int(row[2]) == columns
+    assert "<th>remark</th>" not in page
+
+
+def test_lines_of_a_report_are_told_apart():
+    names = ["eager", "triton", "turbopair.paper", *(f"peer{i}" for i in range(20))]
+    lines = figures._lines(names)
+    looks = {name: (lines[name]["color"], lines[name]["marker"], lines[name]["linestyle"]) for name in names}
+    assert len(set(looks.values())) == len(names)
+    assert len({(color, dashes) for color, _, dashes in looks.values()}) == len(names)
+    assert lines["pytorch"] == lines["openfold3"] == lines["eager"]  # the same code under its other names
+    assert figures._lines(reversed(names)) == lines
+
+
+def test_times_of_a_wide_spread_are_drawn_hollow():
+    def markers(*spreads):
+        records = [syn.timing("sdpa", n, spread=spread) for n, spread in zip((384, 768), spreads, strict=True)]
+        data = summary.frame([*records, syn.accuracy("sdpa", 384), syn.accuracy("sdpa", 768)])
+        figure = figures._kernel_time(figures._lines(["sdpa"]), data)
+        drawn = [line for axes in figure.axes for line in axes.lines]
+        legend = [text.get_text() for text in figure.legends[0].get_texts()]
+        return [list(line.get_xdata()) for line in drawn if line.get_markerfacecolor() == "white"], legend
+
+    assert markers(0.02, 0.03) == ([], ["PyTorch SDPA, expanded bias"])
+    assert markers(0.02, 0.08) == ([[768], [768]], ["PyTorch SDPA, expanded bias", "hollow: spread of this time > 5%"])
+
+
+def test_panels_of_the_step_hold_what_was_measured_on_one_scale():
+    records = [syn.step("pytorch", busy=9.0), syn.step("turbopair", busy=4.0), syn.step("turbopair", busy=4.1, ranks=2)]
+    figure = figures._step_time(summary.frame(records))
+    one, two = figure.axes
+    assert [len(axes.patches) for axes in (one, two)] == [2, 1] and one.get_xlim() == two.get_xlim()
+    assert [text.get_text() for text in two.get_yticklabels()] == ["turbopair"]
+
+
+def test_ticks_of_a_narrow_range_are_several_and_apart():
+    for low, high, least in ((1e-3, 7e-3, 5), (5e-3, 9e-3, 3), (1e-4, 1e-1, 3)):
+        axes = Figure().subplots()
+        axes.set_xscale("log")
+        axes.set_xlim(low, high)
+        figures._log_ticks(axes, 4.0)
+        ticks = list(axes.get_xticks())
+        assert len(ticks) >= least
+        left, right = axes.get_xlim()
+        assert min(math.log(b / a) for a, b in pairwise(ticks)) / math.log(right / left) * 4.0 > 0.4
+
+
+def test_count_of_other_reasons_is_singular_or_plural():
+    def told(reasons):
+        failed = [syn.record(syn.cell("accuracy", "trifast", seed=i), None, Status.FAILED, reason) for i, reason in enumerate(reasons)]
+        return summary.shortfall(summary.frame(failed))
+
+    assert told("abc").endswith("; and 1 other reason") and told("abcd").endswith("; and 2 other reasons")
 
 
 def test_reasons_and_names_are_escaped(tmp_path):

@@ -105,6 +105,9 @@ def test_stability_compares_losses_and_gradients_with_fp32():
     for name in ("apart", "distance.median"):  # neither the yardstick nor a run that ended early is the best
         assert stock.values[name].best and not own.values[name].best and not fp32.values[name].best
     assert own.values["distance_triangle.max"].raw == pytest.approx(0.04)
+    # one step late in a run decides a maximum, and by then runs differ by chance
+    assert not any(row.values[name].best for row in section.rows for name in row.values if name.endswith(".max"))
+    assert section.note and "Maxima are not compared" in section.note
 
 
 def test_a_seed_that_failed_is_told_beside_the_numbers_of_the_others():
