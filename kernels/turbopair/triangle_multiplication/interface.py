@@ -59,7 +59,8 @@ def triangle_multiplication(
         turbopair.NativeUnavailable: CUDA tensors, and the kernels cannot be used there; the message says why.
 
     Autocast is ignored: the tensors are used in the dtypes they have. fp32 z on a CUDA device is computed by PyTorch's own operations
-    in fp32, and PyTorch's TF32 setting holds for them. A second derivative raises NotImplementedError.
+    in fp32, and PyTorch's TF32 setting holds for them. A second derivative and a forward-mode one raise
+    NotImplementedError.
     """
     refusal = problem(z, mask, weights, direction, eps)
     # Under torch.compile the device is asked at run time, by the operator.

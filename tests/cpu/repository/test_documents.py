@@ -157,9 +157,13 @@ def test_supported_range_is_that_of_the_operator() -> None:
 
 
 def test_first_derivatives_only() -> None:
-    assert row("derivatives") == "first only"
+    assert row("derivatives") == "first only, reverse mode"
     q, k, v = (torch.randn(1, 2, 4, 1, 8, requires_grad=True) for _ in range(3))
     out = turbopair.triangle_attention(q, k, v, torch.randn(1, 1, 1, 4, 4))
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError):
         torch.autograd.grad(dq.sum(), k)
+    with pytest.raises(NotImplementedError):
+        torch.func.jvp(
+            lambda bias: turbopair.triangle_attention(q, k, v, bias), (torch.randn(1, 1, 1, 4, 4),), (torch.ones(1, 1, 1, 4, 4),)
+        )
