@@ -89,11 +89,12 @@ def statistics(part: pd.DataFrame, name: str) -> dict[str, Scalar]:
     values = metric(part, name)
     if values.empty:
         return {}
+    p10, p90 = values.quantile([0.1, 0.9])
     return {
         f"{name}.mean": float(values.mean()),
         f"{name}.std": float(values.std(ddof=1)) if len(values) > 1 else None,
-        f"{name}.p10": float(values.quantile(0.1)),
-        f"{name}.p90": float(values.quantile(0.9)),
+        f"{name}.p10": float(p10),
+        f"{name}.p90": float(p90),
     }
 
 
