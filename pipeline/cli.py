@@ -1,4 +1,4 @@
-"""The command line: `python -m pipeline plan|run|work|status|tables|show|doctor|site|config|container|workflow`."""
+"""The command line, `python -m pipeline COMMAND`."""
 
 from __future__ import annotations
 
