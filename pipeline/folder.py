@@ -28,6 +28,9 @@ from pipeline.plan import plan
 from pipeline.records import RecordStore, write_atomically
 from pipeline.todo import Pending, pending
 
+#: Stands for the run folder that a user makes of an archived run.
+GATHERED = Path("results/<name>")
+
 
 class FolderError(RuntimeError):
     """The folder cannot be used for this run; the text says what to do."""
@@ -49,12 +52,16 @@ class RunFolder:
             raise FolderError(f"{self.root} holds no run (no config.yaml); start one with `python -m pipeline run`, or name another folder")
         return validate(ExperimentConfig, read_mapping(self.config_path), str(self.config_path))
 
+    def to_gather(self) -> str | None:
+        """The command that makes a run folder, :data:`GATHERED`, of an archived run; None for a folder that a run may add to."""
+        return f"python -m pipeline gather {GATHERED} {self.root}" if self.store.archive.exists() else None
+
     def refuse_archive(self) -> None:
         """Raise :class:`FolderError` when the records are in one compressed file: that is committed, and no run adds to it."""
-        if self.store.archive.exists():
+        if command := self.to_gather():
             raise FolderError(
-                f"{self.root} holds an archived run, which no run changes; make a run folder of it with "
-                f"`python -m pipeline gather results/<name> {self.root}` and give that to --results"
+                f"{self.root} holds an archived run, which no run changes; "
+                f"make a run folder of it with `{command}` and give that to --results"
             )
 
     def adopt(self, config: ExperimentConfig) -> None:

@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from pipeline import summary
 from pipeline.cells import TABLES
-from pipeline.claims import Claim, to_table
+from pipeline.claims import CAPTION, Claim
 from pipeline.figures import Drawing
 from pipeline.provenance import environments
 from pipeline.records import Record
@@ -54,7 +54,7 @@ def render(
         counts=_counts(data),
         progress=_progress(data, titles),
         claims=claims,
-        claims_caption=to_table(claims, []).caption,
+        claims_caption=CAPTION,
         tables=[table for table in tables if table.sections],
         left_out=[table.title for table in tables if not table.sections],
         figures={name: [_inline(d, i) for i, d in enumerate(figures) if d.table == name] for name in TABLES},

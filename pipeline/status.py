@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.cells import TABLES
-from pipeline.folder import RunFolder
+from pipeline.folder import GATHERED, RunFolder
 from pipeline.launch import kernel_digest
 from pipeline.plan import plan
 from pipeline.records import FINAL, DamagedRecord, Record, Status, now, write_atomically
@@ -117,11 +117,10 @@ def print_status(root: Path, console: Console | None = None) -> None:
     if not found.to_do:
         _line(console, "complete")
         return
-    folder, where, first = RunFolder(root), root, ""
-    if folder.store.archive.exists():
-        where = Path("results/<name>")
-        first = f"python -m pipeline gather {where} {root} && "
-    command = f"{first}python -m pipeline run --config {where}/config.yaml --results {where}"
+    folder = RunFolder(root)
+    before = folder.to_gather()
+    where = GATHERED if before else root
+    command = " && ".join(filter(None, [before, f"python -m pipeline run --config {where}/config.yaml --results {where}"]))
     _line(console, f"to do: {found.to_do} cells of the configuration {folder.read_config().name}; `{command}` computes them")
 
 

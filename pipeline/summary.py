@@ -242,16 +242,14 @@ def worse_than_plain(data: pd.DataFrame, part: pd.DataFrame) -> str | None:
     """
     operator, experiment = operator_of(part), part["experiment"].iloc[0]
     plain = data[(data["experiment"] == experiment) & (data["implementation"] == PLAIN[operator]) & data["ok"]]
-    errors = [key for key in map(error_key, SHOWN[operator]) if key in data]
-    columns = ["device", *CASE, *errors]  # all of the frame's would take the tables twice the time
+    keys = {tensor: key for tensor in SHOWN[operator] if (key := error_key(tensor)) in data}
+    columns = ["device", *CASE, *keys.values()]  # all of the frame's would take the tables twice the time
     paired = part.loc[part["ok"], columns].merge(plain[columns], on=["device", *CASE], suffixes=("", ".plain"))
     found = []
-    for tensor in SHOWN[operator]:
-        key = error_key(tensor)
-        if key in errors:
-            factor = (paired[key].astype(float) / paired[f"{key}.plain"].astype(float)).mean()
-            if factor > ABSURD:
-                found.append(f"{symbol(tensor)} {factor:.0f} times")
+    for tensor, key in keys.items():
+        factor = (paired[key].astype(float) / paired[f"{key}.plain"].astype(float)).mean()
+        if factor > ABSURD:
+            found.append(f"{symbol(tensor)} {factor:.0f} times")
     return f"error of {', '.join(found)} that of plain PyTorch in the same dtype" if found else None
 
 

@@ -79,9 +79,9 @@ def _first_line(error: BaseException) -> str:
 def _compiler_message(error: BaseException | None) -> str | None:
     """What Triton's compiler found, or None: its text begins with a place and the source, and says no more of a function called there."""
     found = None
-    while type(error).__name__ == "CompilationError":
+    while error is not None and type(error).__name__ == "CompilationError":
         found = getattr(error, "error_message", None) or found
-        error = error.__cause__ if error is not None else None
+        error = error.__cause__
     return found
 
 

@@ -163,6 +163,12 @@ def _pad(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
 
+def _unpadded(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """`x` with the head dimension of `q`; an empty residual as it is."""
+    head_dim = q.shape[-1]
+    return x[..., :head_dim].contiguous() if x.shape[-1] > head_dim else x
+
+
 def _ready(x: torch.Tensor) -> torch.Tensor:
     """`x` itself when the kernels can read it in place, else a copy of it, padded if that is why."""
     x = _pad(x)
@@ -231,7 +237,8 @@ def forward(
     plan = _plan_of(q, k, v, bias, mask, precision)
     inputs = (q.data_ptr(), k.data_ptr(), v.data_ptr(), 0)
     if plan is None or (inputs[0] | inputs[1] | inputs[2]) & plan.unaligned:
-        return _forward_of_copies(q, k, v, bias, mask, scale, precision)
+        out, residual, lse = forward(_ready(q), _ready(k), _ready(v), bias, _ready_mask(mask), scale, precision)
+        return _unpadded(out, q), _unpadded(residual, q), lse
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     keep_residual = precision != "plain" and q.dtype == torch.bfloat16
     residual = torch.empty_like(out) if keep_residual else torch.empty(0, dtype=torch.bfloat16, device=q.device)
@@ -239,18 +246,6 @@ def forward(
     lse = torch.empty_strided(plan.lse_shape, plan.lse_strides, dtype=torch.float32, device=q.device)
     results = (out.data_ptr(), residual.data_ptr() if keep_residual else 0, lse.data_ptr(), 0, 0, 0, 0)
     _call(False, plan, scale, inputs, bias, mask, results)
-    return out, residual, lse
-
-
-def _forward_of_copies(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, mask: torch.Tensor | None, scale: float, precision: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`forward` of what the kernels can read in place, with the padding taken off again."""
-    out, residual, lse = forward(_ready(q), _ready(k), _ready(v), bias, _ready_mask(mask), scale, precision)
-    head_dim = q.shape[-1]
-    if out.shape[-1] != head_dim:
-        out = out[..., :head_dim].contiguous()
-        residual = residual[..., :head_dim].contiguous() if residual.numel() else residual
     return out, residual, lse
 
 
@@ -271,7 +266,11 @@ def backward(
     plan = _plan_of(q, k, v, bias, mask, precision, dout)
     inputs = (q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr())
     if plan is None or (inputs[0] | inputs[1] | inputs[2] | inputs[3]) & plan.unaligned:
-        return _backward_of_copies(dout, q, k, v, bias, mask, out, residual, lse, scale, precision)
+        residual = _pad(residual) if residual.numel() else residual
+        dq, dk, dv, dbias = backward(
+            _ready(dout), _ready(q), _ready(k), _ready(v), bias, _ready_mask(mask), _pad(out), residual, lse, scale, precision
+        )
+        return _unpadded(dq, q), _unpadded(dk, q), _unpadded(dv, q), dbias
     out, residual = out.contiguous(), residual.contiguous()
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dk = torch.empty_like(k, memory_format=torch.contiguous_format)
@@ -287,28 +286,4 @@ def backward(
         dbias.data_ptr(),
     )
     _call(True, plan, scale, inputs, bias, mask, results)
-    return dq, dk, dv, dbias
-
-
-def _backward_of_copies(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    bias: torch.Tensor,
-    mask: torch.Tensor | None,
-    out: torch.Tensor,
-    residual: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-    precision: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`backward` of what the kernels can read in place, with the padding taken off again."""
-    residual = _pad(residual) if residual.numel() else residual
-    dq, dk, dv, dbias = backward(
-        _ready(dout), _ready(q), _ready(k), _ready(v), bias, _ready_mask(mask), _pad(out), residual, lse, scale, precision
-    )
-    head_dim = q.shape[-1]
-    if dq.shape[-1] != head_dim:
-        dq, dk, dv = (x[..., :head_dim].contiguous() for x in (dq, dk, dv))
     return dq, dk, dv, dbias

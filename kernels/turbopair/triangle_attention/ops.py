@@ -134,8 +134,6 @@ def _backward_cuda(
         return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), bias.new_zeros(bias.shape)
     from turbopair.triangle_attention import cuda
 
-    if dout.stride(-1) != 1:
-        dout = dout.contiguous()
     return cuda.backward(dout, q, k, v, bias, mask, out, residual, lse, scale, precision)
 
 
