@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -11,6 +12,10 @@ from pathlib import Path
 
 #: A device for PyTorch, and the environment variables that make it the only visible one.
 Device = tuple[str, dict[str, str]]
+
+
+#: Errors of CUDA in the words of PyTorch (and of cuBLAS behind it) and of Triton.
+_CUDA_ERROR = re.compile(r"CUDA (driver )?error|Triton Error \[CUDA\]")
 
 
 class NoDevice(RuntimeError):
@@ -57,10 +62,17 @@ def _no_gpu() -> str:
     return f"device: cuda was asked for and no GPU is visible{seen}; see `python -m pipeline doctor`, or use `device: auto`"
 
 
-def usable(device: str) -> bool:
-    """Whether this process can still compute on ``device``: some CUDA errors leave a process that cannot."""
+def usable(device: str, reason: str = "") -> bool:
+    """Whether this process can still compute on ``device`` after a failure that said ``reason``.
+
+    Some errors of CUDA leave a process that cannot. Others leave one in which single kernels fail: a comparison whose code
+    could not be loaded for want of memory failed in 450 cells after that, while everything else in the process ran. So no
+    process goes on after an error of CUDA, except when PyTorch's allocator is out of memory, which says so in other words.
+    """
     if device == "cpu":
         return True
+    if _CUDA_ERROR.search(reason):
+        return False
     import torch
 
     try:

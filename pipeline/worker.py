@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except RecordWriteError as error:
             tell({"event": "disk", "cell_id": record.cell_id, "errno": error.errno, "error": error.strerror})
             return DISK_EXIT
-        usable = record.final or devices.usable(options.device)
+        usable = record.final or devices.usable(options.device, record.reason or "")
         tell({"event": "done", "cell_id": record.cell_id, "status": record.status.value, "reason": record.reason, "usable": usable})
         if not usable:
             return 0  # an error that the process cannot recover from, such as an illegal address on the GPU: a new one goes on

@@ -64,6 +64,8 @@ def _failure(error: Exception) -> tuple[Status, str]:
     text = f"{type(error).__name__}: {_first_line(error)}"
     if "can't allocate memory" in str(error):  # the CPU allocator raises a plain RuntimeError
         return Status.OOM, f"out of host memory: {_first_line(error)}"
+    if "CUDA" in text and "out of memory" in text:  # in a launch or when code is loaded, not in PyTorch's allocator
+        return Status.OOM, f"out of GPU memory: {text}"
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if "/pipeline/" in frame.filename]
     if own:
         text += f" (in {own[-1].name}, pipeline/{own[-1].filename.rsplit('/pipeline/', 1)[1]}:{own[-1].lineno})"

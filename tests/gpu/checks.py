@@ -1,5 +1,7 @@
 """What the GPU tests share beyond ``tests.support.numerics``: memory layouts, the rule for vanishing gradients, bit equality."""
 
+import gc
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -98,3 +100,16 @@ def relayout(tensor: Tensor, layout: str) -> Tensor:
         flat[1:] = tensor.flatten()
         return flat[1:].view(tensor.shape)
     raise ValueError(f"no layout {layout!r}")
+
+
+def settled_bytes(limit: int, seconds: float = 5.0) -> int:
+    """Allocated bytes, once they are at most `limit` or have not fallen for a second; after `seconds` at the latest."""
+    start = lowered = time.monotonic()
+    lowest = torch.cuda.memory_allocated()
+    while lowest > limit and (now := time.monotonic()) - lowered < 1.0 and now - start < seconds:
+        gc.collect()
+        time.sleep(0.05)
+        allocated = torch.cuda.memory_allocated()
+        if allocated < lowest:
+            lowest, lowered = allocated, time.monotonic()
+    return lowest

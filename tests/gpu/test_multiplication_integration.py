@@ -159,9 +159,11 @@ def test_peak_memory(hopper: torch.device, weights: str, record_property: checks
 
 
 def test_nothing_is_kept_between_calls(hopper: torch.device) -> None:
+    """As for attention (``test_resources``); a leak of the smallest saved tensor (row statistics, 40 kB) is 16 MB after 400 calls."""
     data = multiplication.inputs(Case(n=100, channels=64, weights="fp32"), hopper)
     operator(data)
-    before = torch.cuda.memory_allocated()
-    for _ in range(50):
+    before = checks.settled_bytes(0)
+    for _ in range(400):
         operator(data)
-    assert torch.cuda.memory_allocated() == before
+    limit = before + 8 * 2**20
+    assert checks.settled_bytes(limit) <= limit

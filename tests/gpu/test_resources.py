@@ -1,8 +1,5 @@
 """Memory and host time of a call."""
 
-import gc
-import time
-
 import pytest
 import torch
 
@@ -42,24 +39,11 @@ def test_nothing_is_kept_between_calls(hopper: torch.device) -> None:
     """
     data = _inputs(200, 32, hopper)
     checks.operator(data)
-    before = _settled(0)
+    before = checks.settled_bytes(0)
     for _ in range(50):
         checks.operator(data)
     limit = before + 8 * 2**20
-    assert _settled(limit) <= limit
-
-
-def _settled(limit: int, seconds: float = 5.0) -> int:
-    """Allocated bytes, once they are at most `limit` or have not fallen for a second; after `seconds` at the latest."""
-    start = lowered = time.monotonic()
-    lowest = torch.cuda.memory_allocated()
-    while lowest > limit and (now := time.monotonic()) - lowered < 1.0 and now - start < seconds:
-        gc.collect()
-        time.sleep(0.05)
-        allocated = torch.cuda.memory_allocated()
-        if allocated < lowest:
-            lowest, lowered = allocated, time.monotonic()
-    return lowest
+    assert checks.settled_bytes(limit) <= limit
 
 
 @pytest.mark.parametrize("dim", [16, 32])

@@ -11,7 +11,7 @@ from pipeline.pair_inputs import EPS, MultiplicationCase, PairInputs
 
 @register
 class MiniWorldEngine(MultiplicationPeer):
-    """cuEquivariance's arguments. Versions that return z plus the update are timed with that addition, which is fused there."""
+    """cuEquivariance's arguments; the Triton kernels of the operator as it is exported. Versions that return z plus the update are timed with that addition, which is fused there."""
 
     name = "miniworld_engine"
     title = "miniworld-engine"
@@ -19,7 +19,9 @@ class MiniWorldEngine(MultiplicationPeer):
     needs_gpu = True
 
     def limits(self, case: MultiplicationCase, device: torch.device) -> str | None:
-        """Nothing is documented beyond as many hidden channels as channels; an error becomes a failed record."""
+        """Its kernels hand z and weights to the same product: with fp32 weights beside bf16 z, Triton does not compile them."""
+        if case.weight_dtype != case.dtype:
+            return f"miniworld-engine takes weights in the dtype of z; the weights are {case.weight_dtype}, z is {case.dtype}"
         return None
 
     def bind(self, inputs: PairInputs) -> Bound:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pipeline import devices, launch
 from pipeline.cells import Cell
@@ -385,3 +386,16 @@ def test_no_worker_is_idle_while_another_holds_a_group(monkeypatch: pytest.Monke
         Supervisor(chunk, tmp_path, [("cpu", {}), ("cpu", {})], tmp_path, lambda _event: None).run()
         told = [Item.model_validate_json(line).cell.id for line in lines if not line.startswith(NEXT)]
         assert sorted(told) == sorted(item.cell.id for item in items)
+
+@pytest.mark.parametrize(
+    "reason",
+    ["AcceleratorError: CUDA error: unknown error (in run, x.py:1)", "RuntimeError: CUDA driver error: 719",
+     "out of GPU memory: RuntimeError: Triton Error [CUDA]: out of memory", "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"],
+)  # fmt: skip
+def test_no_process_goes_on_after_an_error_of_cuda(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
+    monkeypatch.setattr("torch.ones", lambda *size, device, ones=torch.ones: ones(*size))  # the GPU that answers all the same
+    assert not devices.usable("cuda:0", reason)
+    assert devices.usable("cpu", reason)
+    for harmless in ("", "out of GPU memory: CUDA out of memory. Tried to allocate 3.38 GiB", "WrongResult: dq is non-finite"):
+        assert devices.usable("cuda:0", harmless)

@@ -156,6 +156,9 @@ def test_an_unknown_implementation_names_the_known() -> None:
     ("error", "status", "reason"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), Status.OOM, "out of GPU memory: CUDA out of memory. Tried"),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), Status.OOM, "out of GPU memory: RuntimeError: Triton Error [CUDA]: out of"),
+        (RuntimeError("CUDA error: out of memory\nSearch for"), Status.OOM, "out of GPU memory: RuntimeError: CUDA error: out of memory"),
+        (RuntimeError("CUDA error: unknown error"), Status.FAILED, "RuntimeError: CUDA error: unknown error (in "),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), Status.OOM, "out of host memory"),
         (MemoryError(), Status.OOM, "out of host memory"),
         (ValueError("first line\nsecond"), Status.FAILED, "ValueError: first line (in "),

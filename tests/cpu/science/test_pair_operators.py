@@ -323,6 +323,12 @@ def test_packed_weights_and_masks_of_the_peers(name: str, direction: str, family
     assert max(error.relative_rmse for error in found.values()) < 0.02
 
 
+def test_miniworld_engine_takes_weights_of_one_dtype_with_z() -> None:
+    peer = implementations.get("miniworld_engine", MULTIPLICATION)
+    assert peer.limits(product(weight_dtype="bf16"), CPU) is None
+    assert peer.limits(product(weight_dtype="fp32"), CPU) == "miniworld-engine takes weights in the dtype of z; the weights are fp32, z is bf16"
+
+
 class OneDtype(torch.autograd.Function):
     """A product that multiplies what it is given in its backward: bf16 and fp32 together need autocast there, too."""
 

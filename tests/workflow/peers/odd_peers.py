@@ -93,7 +93,7 @@ class Poisons(Odd):
     name = "odd.poisons"
 
     def act(self) -> None:
-        devices.usable = lambda _: False
+        devices.usable = lambda *_: False
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
