@@ -11,7 +11,7 @@ from pipeline.pair_inputs import EPS, MultiplicationCase, PairInputs
 
 @register
 class MiniWorldEngine(MultiplicationPeer):
-    """cuEquivariance's arguments; the Triton kernels of the operator as it is exported. Versions that return z plus the update are timed with that addition, which is fused there."""
+    """cuEquivariance's arguments. Versions that return z plus the update are timed with that addition, which is fused there."""
 
     name = "miniworld_engine"
     title = "miniworld-engine"

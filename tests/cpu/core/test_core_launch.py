@@ -389,9 +389,13 @@ def test_no_worker_is_idle_while_another_holds_a_group(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     "reason",
-    ["AcceleratorError: CUDA error: unknown error (in run, x.py:1)", "RuntimeError: CUDA driver error: 719",
-     "out of GPU memory: RuntimeError: Triton Error [CUDA]: out of memory", "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"],
-)  # fmt: skip
+    [
+        "AcceleratorError: CUDA error: unknown error (in run, x.py:1)",
+        "RuntimeError: CUDA driver error: 719",
+        "out of GPU memory: RuntimeError: Triton Error [CUDA]: out of memory",
+        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling",
+    ],
+)
 def test_no_process_goes_on_after_an_error_of_cuda(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
     monkeypatch.setattr("torch.ones", lambda *size, device, ones=torch.ones: ones(*size))  # the GPU that answers all the same

@@ -326,7 +326,8 @@ def test_packed_weights_and_masks_of_the_peers(name: str, direction: str, family
 def test_miniworld_engine_takes_weights_of_one_dtype_with_z() -> None:
     peer = implementations.get("miniworld_engine", MULTIPLICATION)
     assert peer.limits(product(weight_dtype="bf16"), CPU) is None
-    assert peer.limits(product(weight_dtype="fp32"), CPU) == "miniworld-engine takes weights in the dtype of z; the weights are fp32, z is bf16"
+    reason = peer.limits(product(weight_dtype="fp32"), CPU)
+    assert reason == "miniworld-engine takes weights in the dtype of z; the weights are fp32, z is bf16"
 
 
 class OneDtype(torch.autograd.Function):
