@@ -387,6 +387,7 @@ def test_no_worker_is_idle_while_another_holds_a_group(monkeypatch: pytest.Monke
         told = [Item.model_validate_json(line).cell.id for line in lines if not line.startswith(NEXT)]
         assert sorted(told) == sorted(item.cell.id for item in items)
 
+
 @pytest.mark.parametrize(
     "reason",
     [
