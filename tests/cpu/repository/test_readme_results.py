@@ -8,7 +8,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 REFERENCE = "results/reference/nvidia-h200-2026-11-30"
-CASES = f"{REFERENCE}-600-cases"
 LENGTHS = (384, 768)
 SHOWN = {
     "turbopair.paper": "turbopair `paper` (default)",
@@ -33,15 +32,15 @@ STEPS = {
 }
 
 
-def table(name: str, folder: str = REFERENCE) -> list[dict[str, str]]:
-    """The rows of one of a reference run's tables."""
-    with (ROOT / folder / f"tables/{name}.csv").open(newline="") as file:
+def table(name: str) -> list[dict[str, str]]:
+    """The rows of one of the reference run's tables."""
+    with (ROOT / REFERENCE / f"tables/{name}.csv").open(newline="") as file:
         return list(csv.DictReader(file))
 
 
 def repeatable() -> dict[str, str]:
     """Cases with bitwise equal gradients by implementation: of the paper's 600."""
-    rows = [row for row in table("determinism", CASES) if row["inputs"] == "all input cases"]
+    rows = [row for row in table("determinism") if row["inputs"] == "all input cases"]
     return {row["implementation"]: f"{row['bitwise.all']}/{row['cases']}" for row in rows if row["status"] == "ok"}
 
 
