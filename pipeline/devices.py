@@ -13,9 +13,11 @@ from pathlib import Path
 #: A device for PyTorch, and the environment variables that make it the only visible one.
 Device = tuple[str, dict[str, str]]
 
-
-#: Errors of CUDA in the words of PyTorch (and of cuBLAS behind it) and of Triton.
-_CUDA_ERROR = re.compile(r"CUDA (driver )?error|Triton Error \[CUDA\]")
+#: Errors of CUDA in the words of PyTorch, NCCL, cuBLAS and cuDNN; of Triton; of launches elsewhere; of turbopair, whose own codes are
+#: negative. That PyTorch's allocator is out of memory ("CUDA out of memory") is none.
+_CUDA_ERROR = re.compile(
+    r"cuda[ _]?(driver )?error|cu(blas|dnn)_status_|triton error \[cuda\]|launch fail|kernel failed \(code \d", re.IGNORECASE
+)
 
 
 class NoDevice(RuntimeError):
@@ -62,16 +64,21 @@ def _no_gpu() -> str:
     return f"device: cuda was asked for and no GPU is visible{seen}; see `python -m pipeline doctor`, or use `device: auto`"
 
 
+def cuda_error(text: str) -> bool:
+    """Whether ``text`` is that of an error of CUDA."""
+    return _CUDA_ERROR.search(text) is not None
+
+
 def usable(device: str, reason: str = "") -> bool:
     """Whether this process can still compute on ``device`` after a failure that said ``reason``.
 
     Some errors of CUDA leave a process that cannot. Others leave one in which single kernels fail: a comparison whose code
     could not be loaded for want of memory failed in 450 cells after that, while everything else in the process ran. So no
-    process goes on after an error of CUDA, except when PyTorch's allocator is out of memory, which says so in other words.
+    process goes on after an error of CUDA; one in which PyTorch's allocator was out of memory does.
     """
     if device == "cpu":
         return True
-    if _CUDA_ERROR.search(reason):
+    if cuda_error(reason):
         return False
     import torch
 

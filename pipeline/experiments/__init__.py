@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import traceback
 from collections.abc import Callable
 from importlib import metadata
@@ -11,13 +12,15 @@ from pathlib import Path
 import torch
 
 import turbopair
-from pipeline import environment, implementations
+from pipeline import devices, environment, implementations
 from pipeline.cells import EXPERIMENTS as NAMES
 from pipeline.cells import Cell
 from pipeline.implementations import NotInstalled, Unsupported
 from pipeline.records import Metric, Record, Status, now
 
 _ROOT = Path(__file__).resolve().parents[2]
+#: In words, in the names of CUDA's codes, and as cuBLAS says it.
+_OUT_OF_MEMORY = re.compile(r"out.of.memory|cudaErrorMemoryAllocation|_ALLOC_FAILED", re.IGNORECASE)
 Run = Callable[[Cell, torch.device], dict[str, Metric]]
 
 
@@ -64,7 +67,8 @@ def _failure(error: Exception) -> tuple[Status, str]:
     text = f"{type(error).__name__}: {_first_line(error)}"
     if "can't allocate memory" in str(error):  # the CPU allocator raises a plain RuntimeError
         return Status.OOM, f"out of host memory: {_first_line(error)}"
-    if "CUDA" in text and "out of memory" in text:  # in a launch or when code is loaded, not in PyTorch's allocator
+    # in a launch or when code is loaded; or in PyTorch's allocator, told by another exception
+    if _OUT_OF_MEMORY.search(text) and ("CUDA" in text or devices.cuda_error(text)):
         return Status.OOM, f"out of GPU memory: {text}"
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if "/pipeline/" in frame.filename]
     if own:
@@ -73,9 +77,10 @@ def _failure(error: Exception) -> tuple[Status, str]:
 
 
 def _first_line(error: BaseException) -> str:
-    """The first line of the error's text, without paths of this machine: records are published."""
+    """The first line of the error's text, with the next behind a colon, without paths of this machine: records are published."""
     lines = [line.strip() for line in (_compiler_message(error) or str(error)).splitlines() if line.strip()]
-    return lines[0].replace(f"{_ROOT}/", "").replace(str(Path.home()), "~") if lines else "no message"
+    told = lines[: 2 if lines and lines[0].endswith(":") else 1]  # torch.compile's first line may only say that a compiler raised
+    return " ".join(told).replace(f"{_ROOT}/", "").replace(str(Path.home()), "~") or "no message"
 
 
 def _compiler_message(error: BaseException | None) -> str | None:

@@ -395,6 +395,12 @@ def test_no_worker_is_idle_while_another_holds_a_group(monkeypatch: pytest.Monke
         "RuntimeError: CUDA driver error: 719",
         "out of GPU memory: RuntimeError: Triton Error [CUDA]: out of memory",
         "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling",
+        "RuntimeError: cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
+        "DistBackendError: NCCL error in: NCCLUtils.hpp:1, unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
+        "RuntimeError: CUDA_ERROR_UNKNOWN",
+        "RuntimeError: cudaErrorIllegalAddress",
+        "RuntimeError: projection launch failed: unknown error",
+        "RuntimeError: triangle attention forward kernel failed (code 700): an illegal memory access was encountered",
     ],
 )
 def test_no_process_goes_on_after_an_error_of_cuda(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,5 +408,12 @@ def test_no_process_goes_on_after_an_error_of_cuda(reason: str, monkeypatch: pyt
     monkeypatch.setattr("torch.ones", lambda *size, device, ones=torch.ones: ones(*size))  # the GPU that answers all the same
     assert not devices.usable("cuda:0", reason)
     assert devices.usable("cpu", reason)
-    for harmless in ("", "out of GPU memory: CUDA out of memory. Tried to allocate 3.38 GiB", "WrongResult: dq is non-finite"):
+    for harmless in (
+        "",
+        "out of GPU memory: CUDA out of memory. Tried to allocate 3.38 GiB",
+        "WrongResult: dq is non-finite",
+        "OutOfResources: out of resource: shared memory, Required: 262144, Hardware limit: 232448",
+        "RuntimeError: CUDA NVRTC error: NVRTC_ERROR_COMPILATION",
+        "RuntimeError: triangle attention forward kernel failed (code -2): workspace too small",
+    ):
         assert devices.usable("cuda:0", harmless)

@@ -88,12 +88,18 @@ class Waits(Odd):
 
 @register
 class Poisons(Odd):
-    """Fails and leaves a process that cannot compute any more, as an illegal address on a GPU does."""
+    """Fails with an error of CUDA and leaves a process in which every peer here fails, although its device still answers."""
 
     name = "odd.poisons"
 
     def act(self) -> None:
-        devices.usable = lambda *_: False
+        def went_on(self: Odd, inputs: Inputs) -> Bound:
+            raise RuntimeError("the process went on after odd.poisons")
+
+        usable = devices.usable
+        # without a reason it says what a GPU that answers does; a process on the CPU is always usable
+        devices.usable = lambda _device, reason="": not reason or usable("cuda:0", reason)
+        Odd.bind = went_on
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
