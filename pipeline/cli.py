@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable
 from enum import StrEnum
@@ -196,15 +197,14 @@ def archive(
 ) -> None:
     """Copy a run into a folder that can be committed: its configuration, all records in one compressed file, tables and report."""
     from pipeline import config as configuration
+    from pipeline.archive import archive as write_archive
     from pipeline.folder import RunFolder
 
-    source, copy = RunFolder(results), RunFolder(target)
+    source = RunFolder(results)
     settings = source.read_config() if config is None else configuration.load(config)
-    copy.adopt(source.read_config())
-    copy.adopt(settings)  # refuses a configuration that lacks cells of the run
-    number = source.store.write_archive(copy.root)
+    number = write_archive(source, RunFolder(target), settings)
     typer.echo(f"{number} records in {target / 'records.jsonl.gz'}")
-    _write_tables(copy.root)
+    _write_tables(target)
 
 
 @app.command()
@@ -216,7 +216,7 @@ def gather(
 ) -> None:
     """Make a run folder of an archived run, to carry on with it, or of the records of several sittings.
 
-    Of several records of a cell the newest with numbers counts. Records of other kernel sources are left out.
+    Of several records of a cell the newest with numbers counts, those of GPUs before those of a CPU. Records of other kernel sources are left out.
     """
     from pipeline import config as configuration
     from pipeline.folder import RunFolder
@@ -341,5 +341,8 @@ def _write_tables(root: Path) -> bool:
 
 def main() -> None:
     """Entry point."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a µ shows a question mark
     sys.path[:0] = [] if str(REPOSITORY) in sys.path else [str(REPOSITORY)]
     app()

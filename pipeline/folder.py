@@ -84,7 +84,8 @@ class RunFolder:
 
     def pending(self, cells: Iterable[Cell], kernel_digest: str, *, on_gpus: bool = False) -> Pending:
         """What is left to do; records that do not count are moved to ``records/stale``, leftovers of killed writers removed."""
-        self.store.remove_leftovers()
+        cells = list(cells)
+        self.store.remove_leftovers({cell.experiment for cell in cells})
         left = pending(cells, self.store, kernel_digest, on_gpus=on_gpus)
         for record in (*left.stale, *left.of_cpu):
             self.store.set_aside(self.store.path(record.cell))

@@ -36,21 +36,23 @@ class Gathered:
 def gather(target: RunFolder, sources: Sequence[RunFolder], config: ExperimentConfig, kernel_digest: str) -> Gathered:
     """Write into ``target`` the records of ``sources`` that a run of ``config`` would keep, and make it a folder of that configuration.
 
-    Of several records of a cell, those in ``target`` included, the best counts: with numbers before a reason that stands (unsupported, not
-    installed) before a failure, then the newest; that a cell was stopped says nothing of it. Sources are only read. Raises
-    :class:`FolderError` when a folder cannot be used, and :class:`pipeline.records.DamagedRecord` for a record that cannot be read: what
-    it held may be the best there is.
+    Of several records of a cell, those in ``target`` included, the best counts: of a GPU before one of a CPU, as in a run on GPUs; with
+    numbers before a reason that stands (unsupported, not installed) before a failure; then the newest. That a cell was stopped says nothing
+    of it. Sources are only read, and what another record replaces in ``target`` goes to ``records/stale``. Raises :class:`FolderError` when
+    a folder cannot be used or two kinds of GPU have numbers of the same cell, and :class:`pipeline.records.DamagedRecord` for a record that
+    cannot be read: what it held may be the best there is. Nothing is written then.
     """
     target.refuse_archive()
     cells = plan(config)
     with target.lock({cell.experiment for cell in cells}):
-        target.adopt(config)
-        own = _records(target)
+        own = target.store.read_whole()
         others = [record for source in sources for record in _all(source)]
         planned = {cell.id for cell in cells}
         known = [record for record in (*own, *others) if record.cell_id in planned]
         ended = [record for record in known if record.status is not Status.CANCELLED]
         current = [record for record in ended if record.kernel_digest == kernel_digest]
+        _refuse_two_cards(current)
+        target.adopt(config)
         best: dict[str, Record] = {}
         for record in current:
             if record.cell_id not in best or _rank(record) > _rank(best[record.cell_id]):
@@ -58,6 +60,8 @@ def gather(target: RunFolder, sources: Sequence[RunFolder], config: ExperimentCo
         kept = {record.cell_id for record in own if best.get(record.cell_id) is record}
         for record in best.values():
             if record.cell_id not in kept:
+                if (path := target.store.path(record.cell)).exists():
+                    target.store.set_aside(path)
                 target.store.write(record)
     return Gathered(
         taken=len(best) - len(kept),
@@ -69,19 +73,23 @@ def gather(target: RunFolder, sources: Sequence[RunFolder], config: ExperimentCo
     )
 
 
-def _rank(record: Record) -> tuple[int, str]:
-    return 2 if record.status is Status.OK else int(record.final), record.finished
+def _rank(record: Record) -> tuple[bool, int, str]:
+    return record.environment.get("device") != "cpu", 2 if record.status is Status.OK else int(record.final), record.finished
+
+
+def _refuse_two_cards(records: Iterable[Record]) -> None:
+    cards: dict[str, str] = {}
+    for record in records:
+        gpu = record.environment.get("gpu")
+        if record.status is not Status.OK or not gpu:
+            continue
+        first = cards.setdefault(record.cell_id, gpu["name"])
+        if first != gpu["name"]:
+            raise FolderError(f"{record.cell_id} has numbers of {first} and of {gpu['name']}; gather the runs of one kind of GPU at a time")
 
 
 def _all(source: RunFolder) -> Iterable[Record]:
-    records = _records(source)
+    records = source.store.read_whole()
     if not records:
         raise FolderError(f"{source.root} holds no records; name the folder of a run, or of an archived one")
     return records
-
-
-def _records(folder: RunFolder) -> list[Record]:
-    reading = folder.store.read_all()
-    if reading.damaged:
-        raise reading.damaged[0]
-    return reading.records

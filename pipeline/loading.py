@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -30,8 +30,10 @@ def _mapping(loader: _UniqueKeys, node: yaml.MappingNode) -> dict[Any, Any]:
     result: dict[Any, Any] = {}
     for key_node, value_node in node.value:
         key = loader.construct_object(key_node, deep=True)
+        mark = key_node.start_mark
+        if not isinstance(key, Hashable):
+            raise ConfigError(f"{mark.name}: line {mark.line + 1}: the key {key!r} is a {type(key).__name__}; keys are words")
         if key in result:
-            mark = key_node.start_mark
             raise ConfigError(f"{mark.name}: line {mark.line + 1}: the key {key!r} is given twice; keep one")
         result[key] = loader.construct_object(value_node, deep=True)
     return result

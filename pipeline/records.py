@@ -16,7 +16,7 @@ import math
 import os
 import socket
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -213,7 +213,12 @@ class RecordStore:
 
     def _read_archive(self) -> list[Record]:
         try:
-            lines = gzip.decompress(self.archive.read_bytes()).decode().splitlines()
+            packed = self.archive.read_bytes()
+            if not packed:  # to gzip that is an empty text
+                raise EOFError("it is empty")
+            lines = gzip.decompress(packed).decode().split("\n")  # splitlines would split inside of texts, too, at U+2028
+            if not lines[-1]:
+                lines.pop()
         except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError) as error:
             raise DamagedRecord(self.archive, f"not a whole gzip file of text ({error})") from error
         records = []
@@ -224,17 +229,22 @@ class RecordStore:
                 raise DamagedRecord(self.archive, f"line {number}: {error.why}") from error
         return records
 
+    def read_whole(self) -> list[Record]:
+        """Every record, in the order of :meth:`read_all`. Raises :class:`DamagedRecord` when one cannot be read."""
+        reading = self.read_all()
+        if reading.damaged:
+            raise reading.damaged[0]
+        return reading.records
+
     def write_archive(self, target: Path) -> int:
         """Write all records into ``target/records.jsonl.gz`` in one step, the same bytes for the same records; returns how many.
 
         Raises :class:`DamagedRecord` when one cannot be read: an archive is whole or not written.
         """
-        reading = self.read_all()
-        if reading.damaged:
-            raise reading.damaged[0]
-        text = "".join(record.model_dump_json() + "\n" for record in reading.records)
+        records = self.read_whole()
+        text = "".join(record.model_dump_json() + "\n" for record in records)
         write_atomically(target / self.archive.name, gzip.compress(text.encode(), mtime=0))
-        return len(reading.records)
+        return len(records)
 
     def set_aside(self, path: Path) -> Path:
         """Move a record out of the way, to ``records/stale/``, under a name that is still free."""
@@ -247,9 +257,9 @@ class RecordStore:
         path.replace(target)
         return target
 
-    def remove_leftovers(self) -> int:
-        """Remove temporary files of writers that were killed; returns how many. Only for the holder of the run's lock."""
-        leftovers = [path for path in self.root.glob("*/.*.tmp") if path.is_file()]
+    def remove_leftovers(self, experiments: Iterable[str]) -> int:
+        """Remove temporary files of killed writers of ``experiments``, whose locks the caller must hold; returns how many."""
+        leftovers = [path for name in experiments for path in (self.root / name).glob(".*.tmp") if path.is_file()]
         for path in leftovers:
             path.unlink(missing_ok=True)
         return len(leftovers)
@@ -279,6 +289,8 @@ def parse_text(text: str, path: Path) -> Record:
     try:
         # through json first: pydantic's own parser would accept NaN and Infinity
         return Record.model_validate(json.loads(text, parse_constant=_refuse_constant))
+    except RecursionError as error:
+        raise DamagedRecord(path, "nested too deeply") from error
     except json.JSONDecodeError as error:
         raise DamagedRecord(path, f"not a whole JSON line (column {error.colno}: {error.msg})") from error
     except ValidationError as error:

@@ -332,5 +332,8 @@ class Supervisor:
             status, reason = worker.death()
             worker.close()
         digest = self.chunk.kernel_digest
+        if (left := attempted(item, self.store, digest)) is not None:  # it ended after its record was written, before it told so
+            self.report(left)
+            return False
         self.record(failure(cell, status, reason, kernel_digest=digest, attempt=item.attempt, environment=worker.machine, started=started))
         return False

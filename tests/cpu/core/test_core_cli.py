@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import os
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from pipeline import cli, devices, output, ranks, work
+from pipeline import REPOSITORY, cli, devices, output, ranks, work
 from pipeline.config import ExperimentConfig
 from pipeline.folder import FolderError, RunFolder
 from pipeline.plan import plan
@@ -69,11 +71,13 @@ def archived(folder: RunFolder, tmp_path: Path) -> RunFolder:
 
 
 @pytest.mark.parametrize("command", ["tables", "show"])
-@pytest.mark.parametrize("damage", ["truncated", "bad line", "no gzip"])
+@pytest.mark.parametrize("damage", ["truncated", "empty", "bad line", "no gzip"])
 def test_a_damaged_archive_is_named(archived: RunFolder, command: str, damage: str) -> None:
     path = archived.store.archive
     if damage == "truncated":
         path.write_bytes(path.read_bytes()[:-20])
+    elif damage == "empty":
+        path.write_bytes(b"")
     elif damage == "bad line":
         path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()) + b"{\n"))
     else:
@@ -206,3 +210,11 @@ def test_cpus_are_those_that_may_be_kept_busy(
     else:
         monkeypatch.setenv("SLURM_CPUS_PER_TASK", slurm)
     assert devices.cpus(tmp_path) == expected
+
+
+def test_a_terminal_without_the_characters_of_a_table_shows_it_all_the_same(folder: RunFolder) -> None:
+    folder.store.write(failure(plan(CONFIG)[0], Status.FAILED, "took 5 µs", kernel_digest="k"))
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "pipeline", "show", "accuracy", str(folder.root)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=REPOSITORY)
+    assert done.returncode == 0 and "took 5 ?s" in done.stdout, done.stdout + done.stderr

@@ -72,6 +72,7 @@ def site_problem(tmp_path: Path, text: str) -> str:
         ("name: t", ["no experiment is configured"]),
         ("name: a/b\naccuracy: {implementations: [eager]}", ['name: "a/b"']),
         ("name: t\nname: u\n", ["line 2: the key 'name' is given twice"]),
+        ("name: t\n? [a, b]\n: 1\n", ["line 2: the key ['a', 'b'] is a list; keys are words"]),
         ("- a", ["expected keys and values, found list"]),
         ("name: [", ["not valid YAML"]),
         ("name: t\nplugins: [no.such.module]\naccuracy: {implementations: [eager]}", []),

@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pipeline import cli, launch
+from pipeline.archive import archive
 from pipeline.config import ExperimentConfig
 from pipeline.folder import FolderError, RunFolder
 from pipeline.gather import gather
@@ -76,6 +77,37 @@ def test_what_is_there_is_only_bettered(tmp_path: Path) -> None:
     assert (result.taken, result.there) == (1, 1)
 
 
+def on(folder: RunFolder, gpu: str | None) -> RunFolder:
+    """The folder with its records as if made on a GPU, or on a CPU."""
+    machine = {"device": "cuda", "gpu": {"name": gpu}} if gpu else {"device": "cpu", "gpu": None}
+    for record in folder.store.read_whole():
+        folder.store.write(record.model_copy(update={"environment": machine}))
+    return folder
+
+
+def test_a_record_of_a_cpu_replaces_none_of_a_gpu(tmp_path: Path) -> None:
+    target = on(sitting(tmp_path / "run", {"eager": OK, "sdpa": UNSUPPORTED}, "1"), "NVIDIA H200")
+    cpu = on(sitting(tmp_path / "cpu", {"eager": OK, "sdpa": OK}, "2"), None)
+    assert gather(target, [cpu], config(), "k").there == 2
+    assert found(target) == {"eager": (OK, "1"), "sdpa": (UNSUPPORTED, "1")}
+    assert gather(cpu, [target], config(), "k").taken == 2 and found(cpu) == found(target)
+
+
+def test_numbers_of_two_kinds_of_gpu_are_refused(tmp_path: Path) -> None:
+    a, b = on(sitting(tmp_path / "a", {"eager": OK}), "NVIDIA H200"), on(sitting(tmp_path / "b", {"eager": OK}, "2"), "NVIDIA H100")
+    with pytest.raises(FolderError, match="has numbers of NVIDIA H200 and of NVIDIA H100; gather the runs of one kind of GPU at a time"):
+        gather(RunFolder(tmp_path / "run"), [a, b], config(), "k")
+    failed = on(sitting(tmp_path / "c", {"eager": FAILED}, "3"), "NVIDIA H100")
+    gather(RunFolder(tmp_path / "run"), [a, failed], config(), "k")
+
+
+def test_what_is_replaced_is_set_aside(tmp_path: Path) -> None:
+    target = sitting(tmp_path / "run", {"eager": FAILED, "sdpa": OK}, "1", digest="old")
+    gather(target, [sitting(tmp_path / "a", {"eager": OK, "sdpa": OK}, "2")], config(), "k")
+    assert found(target) == {"eager": (OK, "2"), "sdpa": (OK, "2")}
+    assert len(list((target.store.root / "stale").rglob("*.json"))) == 2
+
+
 def test_that_a_cell_was_stopped_says_nothing_of_it(tmp_path: Path) -> None:
     target = RunFolder(tmp_path / "run")
     result = gather(target, [sitting(tmp_path / "a", {"eager": Status.CANCELLED, "sdpa": OK})], config(), "k")
@@ -100,7 +132,7 @@ def test_refused_before_anything_is_written(tmp_path: Path) -> None:
     broken.store.path(plan(config())[0]).write_text("{")
     with pytest.raises(DamagedRecord):
         gather(target, [good, broken], config(), "k")
-    assert not found(target)
+    assert not found(target) and not target.config_path.exists()
     with pytest.raises(FolderError, match="belongs to another configuration"):
         gather(sitting(tmp_path / "c", {"lma": OK}, settings=config("lma")), [good], config(), "k")
 
@@ -134,3 +166,31 @@ def test_an_archived_run_is_carried_on_in_a_run_folder(
     assert again.read_config() == config() and found(again) == {"eager": (OK, "1")}
     assert [item.cell.implementation for item in again.pending(plan(config()), "k").items] == ["sdpa"]
     assert archived.store.archive.read_bytes() == before
+
+
+def test_an_archive_is_made_of_a_run_that_has_what_it_held(tmp_path: Path) -> None:
+    run, target = sitting(tmp_path / "run", {"eager": OK, "sdpa": FAILED}), RunFolder(tmp_path / "archive")
+    assert archive(run, target, config("eager", "sdpa", "lma")) == 2
+    assert target.read_config() == config("eager", "sdpa", "lma") and found(target) == found(run)
+    assert archive(sitting(tmp_path / "later", {"eager": OK, "sdpa": OK}, "2"), target, config("eager", "sdpa", "lma")) == 2
+    assert found(target) == {"eager": (OK, "2"), "sdpa": (OK, "2")}
+
+
+def test_archives_that_would_lose_something_are_refused(tmp_path: Path) -> None:
+    run, target = sitting(tmp_path / "run", {"eager": OK, "sdpa": OK}), RunFolder(tmp_path / "archive")
+    for refused, settings, why in (
+        ((run, run), config(), "run is a run folder; name another for the archive"),
+        ((run, sitting(tmp_path / "other", {"lma": OK}, settings=config("lma"))), config(), "other is a run folder"),
+        ((sitting(tmp_path / "empty", {}), target), config(), "empty holds no records to archive"),
+        ((run, target), config("eager"), "the configuration lacks 1 cells of .*run, such as accuracy-sdpa"),
+    ):
+        with pytest.raises(FolderError, match=why):
+            archive(*refused, settings)
+    assert not target.root.exists() and not run.store.archive.exists()
+    archive(run, target, config())
+    before = target.store.archive.read_bytes()
+    with pytest.raises(
+        FolderError, match=r"archive has numbers of 1 cells that .*less lacks, such as accuracy-sdpa.* put the two together"
+    ):
+        archive(sitting(tmp_path / "less", {"eager": OK, "sdpa": FAILED}, "2"), target, config())
+    assert target.store.archive.read_bytes() == before

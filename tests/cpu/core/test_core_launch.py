@@ -16,7 +16,7 @@ from pipeline.loading import ConfigError
 from pipeline.local import LocalExecutor
 from pipeline.plan import plan
 from pipeline.progress import Progress, duration
-from pipeline.records import Record, Status, failure
+from pipeline.records import Record, RecordStore, Status, failure
 from pipeline.site import Container, LocalSite, SlurmSite
 from pipeline.supervise import Outcome, Supervisor, Worker
 from pipeline.todo import Chunk, EventFile, Item
@@ -386,6 +386,33 @@ def test_no_worker_is_idle_while_another_holds_a_group(monkeypatch: pytest.Monke
         Supervisor(chunk, tmp_path, [("cpu", {}), ("cpu", {})], tmp_path, lambda _event: None).run()
         told = [Item.model_validate_json(line).cell.id for line in lines if not line.startswith(NEXT)]
         assert sorted(told) == sorted(item.cell.id for item in items)
+
+
+@pytest.mark.parametrize("kind", ["exit", "timeout"])
+def test_a_worker_that_ends_after_its_record_has_not_failed(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It was killed, or hung, between writing the record and telling of it."""
+    section = {"implementations": ["eager"], "crops": [16], "head_dims": [16], "cases": 2}
+    done, other = plan(ExperimentConfig.model_validate({"name": "t", "accuracy": section}))
+    store = RecordStore(tmp_path)
+
+    class Ends(Told):
+        def wait(self, _seconds: float, _stop: Any) -> Outcome:
+            if Item.model_validate_json(self._lines[0]).cell == done:
+                store.write(Record(cell=done, cell_id=done.id, status=Status.OK, kernel_digest="k"))
+            return Outcome(kind)
+
+        def death(self) -> tuple[Status, str]:
+            return Status.FAILED, "killed"
+
+        close = Told.kill
+
+    monkeypatch.setattr(Supervisor, "_started", lambda _self, _number: Ends([]))
+    told: list[dict[str, Any]] = []
+    items = [Item(cell=cell) for cell in (done, other)]
+    Supervisor(Chunk(kernel_digest="k", timeout_s={"accuracy": 1.0}, items=items), tmp_path, [("cpu", {})], tmp_path, told.append).run()
+    status = {event["cell_id"]: event["status"] for event in told if event["event"] == "done"}
+    assert status == {done.id: "ok", other.id: "failed" if kind == "exit" else "timeout"}
+    assert [record.status for record in store.read_whole() if record.cell == done] == [Status.OK]
 
 
 @pytest.mark.parametrize(
