@@ -216,7 +216,8 @@ def gather(
 ) -> None:
     """Make a run folder of an archived run, to carry on with it, or of the records of several sittings.
 
-    Of several records of a cell the newest with numbers counts, those of GPUs before those of a CPU. Records of other kernel sources are left out.
+    Of several records of a cell the newest with numbers counts, those of GPUs before those of a CPU. Records of other
+    kernel sources are left out.
     """
     from pipeline import config as configuration
     from pipeline.folder import RunFolder

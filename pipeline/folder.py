@@ -83,15 +83,27 @@ class RunFolder:
         write_atomically(self.config_path, dump(config))
 
     def pending(self, cells: Iterable[Cell], kernel_digest: str, *, on_gpus: bool = False) -> Pending:
-        """What is left to do; records that do not count are moved to ``records/stale``, leftovers of killed writers removed."""
+        """What is left to do; leftovers of killed writers are removed.
+
+        Raises :class:`FolderError` when a CPU would add to the records of a GPU.
+        """
         cells = list(cells)
         self.store.remove_leftovers({cell.experiment for cell in cells})
         left = pending(cells, self.store, kernel_digest, on_gpus=on_gpus)
+        if left.items and left.of_gpu:
+            gpu = (left.of_gpu[0].environment.get("gpu") or {}).get("name", "a GPU")
+            raise FolderError(
+                f"{self.root} holds records of {gpu} (such as {left.of_gpu[0].cell_id}), and this run computes on the CPU the "
+                f"{len(left.items)} cells that are left: carry on where there is such a GPU, or use another --results folder"
+            )
+        return left
+
+    def set_aside(self, left: Pending) -> None:
+        """Move the records that do not count to ``records/stale``; their cells are going to be computed."""
         for record in (*left.stale, *left.of_cpu):
             self.store.set_aside(self.store.path(record.cell))
         for damaged in left.damaged:
             self.store.set_aside(damaged.path)
-        return left
 
     @contextmanager
     def lock(self, experiments: Iterable[str]) -> Iterator[None]:

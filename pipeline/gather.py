@@ -66,7 +66,7 @@ def gather(target: RunFolder, sources: Sequence[RunFolder], config: ExperimentCo
     return Gathered(
         taken=len(best) - len(kept),
         there=len(kept),
-        superseded=len(current) - len(best),
+        superseded=sum(record != best[record.cell_id] for record in current),
         stopped=len(known) - len(ended),
         outdated=len(ended) - len(current),
         unplanned=len(own) + len(others) - len(known),

@@ -48,6 +48,9 @@ class Stopped(BaseException):
 class Executor(Protocol):
     """Where cells are computed."""
 
+    def prepare(self, items: Sequence[Item]) -> None:
+        """Raise :class:`LaunchError` when the items cannot be computed there. Comes first; changes nothing."""
+
     def execute(self, items: Sequence[Item], event: Event) -> None:
         """Compute the items; returns when all of them ended. Stops and cleans up when :class:`Stopped` is raised in it."""
 
@@ -129,7 +132,10 @@ def run(
             )
             label = " ".join((config.name, *(experiments or ())))
             with Progress(len(left.items), label=label) as progress, signals():
-                _executor(site, folder, chunk, progress.note).execute(left.items, progress.event)
+                executor = _executor(site, folder, chunk, progress.note)
+                executor.prepare(left.items)
+                folder.set_aside(left)
+                executor.execute(left.items, progress.event)
         after = pending(cells, folder.store, digest)
     records = [*after.finished, *after.absent, *after.retried]
     present = {record.cell_id for record in records}

@@ -20,6 +20,8 @@ from pipeline.work import DISK_FULL
 
 POLL_S = 0.2
 STOP_S = 20.0
+#: Largest N whose cells a CPU computes in seconds (the largest of config/smoke.yaml).
+CPU_N = 256
 
 
 class LocalExecutor:
@@ -70,16 +72,25 @@ class LocalExecutor:
         self.inside = container.passed_on(os.environ) | prepare_caches(self.folder.jobs / "caches")
         self.inside |= {container.DIGEST: digest} if digest else {}
 
+    def prepare(self, items: Sequence[Item]) -> None:
+        """See :class:`pipeline.launch.Executor`. Raises :class:`LaunchError`."""
+        if self.site.container.runtime != "none":
+            self._prepare_container(items)
+            return
+        try:
+            found = devices.choose(self.site.device)
+        except devices.NoDevice as error:
+            raise LaunchError(str(error)) from error
+        if found[0][0] != "cpu":
+            self.say(f"computing on {len(found)} GPU{'s' * (len(found) > 1)}")
+            return
+        self.say("computing on the CPU")
+        largest = max(item.cell.n for item in items)
+        if largest > CPU_N:
+            self.say(f"N up to {largest} is work for a GPU: a cell can take a CPU minutes to hours; config/smoke.yaml has sizes for CPUs")
+
     def execute(self, items: Sequence[Item], event: Event) -> None:
         """Compute the items; see :class:`pipeline.launch.Executor`. Raises :class:`LaunchError`."""
-        if self.site.container.runtime == "none":
-            try:
-                found = devices.choose(self.site.device)
-            except devices.NoDevice as error:
-                raise LaunchError(str(error)) from error
-            self.say("computing on the CPU" if found[0][0] == "cpu" else f"computing on {len(found)} GPU{'s' * (len(found) > 1)}")
-        else:
-            self._prepare_container(items)
         chunk = self.template.model_copy(update={"items": list(items)})
         path = chunk.write(self.folder.jobs / "chunks")
         events = beside(path)

@@ -85,12 +85,15 @@ class SlurmExecutor:
         self.submissions: list[Submission] = []
         self.image_digest: str | None = None
 
-    def execute(self, items: Sequence[Item], event: Event) -> None:
-        """Compute the items; see :class:`pipeline.launch.Executor`. Raises :class:`LaunchError`."""
+    def prepare(self, items: Sequence[Item]) -> None:
+        """See :class:`pipeline.launch.Executor`. Raises :class:`LaunchError`."""
         check_cluster(self.site)
         self.image_digest = check_image(
             self.site.container, items, self.template.library_digest, self.say, use_gpu=computes_on_gpus(self.site)
         )
+
+    def execute(self, items: Sequence[Item], event: Event) -> None:
+        """Compute the items; see :class:`pipeline.launch.Executor`. Raises :class:`LaunchError`."""
         tasks: list[Task] = []
         try:
             with scrubbed_environment():
@@ -364,7 +367,9 @@ def check_cluster(site: SlurmSite) -> None:
             )
     existing = state.partitions()
     if existing is None:
-        raise LaunchError("sinfo fails: the Slurm controller cannot be reached from this machine")
+        raise LaunchError(
+            "sinfo fails: the Slurm controller cannot be reached from this machine; check SLURM_CONF and munge, or run without --site"
+        )
     if site.partition is not None:
         for name in site.partition.split(","):
             if name not in existing:

@@ -69,6 +69,7 @@ class Pending:
     absent: list[Record] = field(default_factory=list)
     stale: list[Record] = field(default_factory=list)
     of_cpu: list[Record] = field(default_factory=list)
+    of_gpu: list[Record] = field(default_factory=list)
     damaged: list[DamagedRecord] = field(default_factory=list)
 
 
@@ -78,7 +79,7 @@ def pending(cells: Iterable[Cell], store: RecordStore, kernel_digest: str, *, on
     Finished: an ``ok`` record of the same cell and kernel digest. Everything else runs: no record, a failure (with the
     next attempt number), a damaged file, a record of other kernel sources, and an implementation that was not available,
     because it may have been installed since and to find out costs milliseconds. With ``on_gpus``, when the run
-    computes on GPUs, a record made on a CPU does not count either.
+    computes on GPUs, a record made on a CPU does not count either; without, those made on GPUs are named.
     """
     result = Pending()
     for cell in cells:
@@ -88,6 +89,8 @@ def pending(cells: Iterable[Cell], store: RecordStore, kernel_digest: str, *, on
             result.damaged.append(error)
             result.items.append(Item(cell=cell))
             continue
+        if record is not None and not on_gpus and record.environment.get("device") not in (None, "cpu"):
+            result.of_gpu.append(record)
         if record is None:
             result.items.append(Item(cell=cell))
         elif record.kernel_digest != kernel_digest:

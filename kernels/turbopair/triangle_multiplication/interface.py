@@ -87,7 +87,7 @@ def _device_problem(device: torch.device) -> Exception | None:
     """Why the kernels cannot run on the tensors' device, or None; CPU and meta tensors need no kernel."""
     if device.type != "cuda":
         return None
-    from turbopair.triangle_multiplication import cuda
+    from turbopair.triangle_multiplication import devices
 
-    reason = cuda.supports(device)
+    reason = devices.supports(device)
     return None if reason is None else NativeUnavailable(reason)

@@ -99,9 +99,9 @@ def _backward_plain(
 
 
 def _forward_cuda(z: Tensor, mask: Tensor | None, weights: list[Tensor], outgoing: bool, eps: float, save: bool) -> _Outputs:
-    from turbopair.triangle_multiplication import cuda
+    from turbopair.triangle_multiplication import cuda, devices
 
-    reason = cuda.supports(z.device)  # for callers that did not come through the interface: torch.compile, the operator itself
+    reason = devices.supports(z.device)  # for callers that did not come through the interface: torch.compile, the operator itself
     if reason is not None:
         raise NativeUnavailable(reason)
     if z.numel() == 0 or z.dtype != torch.bfloat16:

@@ -74,7 +74,8 @@ def test_what_is_there_is_only_bettered(tmp_path: Path) -> None:
     target = sitting(tmp_path / "run", {"eager": OK, "sdpa": FAILED}, "2")
     result = gather(target, [sitting(tmp_path / "a", {"eager": OK, "sdpa": OK}, "1"), target], config(), "k")
     assert found(target) == {"eager": (OK, "2"), "sdpa": (OK, "1")}
-    assert (result.taken, result.there) == (1, 1)
+    assert (result.taken, result.there, result.superseded) == (1, 1, 3)
+    assert str(gather(target, [target], config(), "k")) == "0 records taken, 2 were there"
 
 
 def on(folder: RunFolder, gpu: str | None) -> RunFolder:

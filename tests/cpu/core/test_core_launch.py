@@ -28,12 +28,19 @@ def config(**changes: Any) -> ExperimentConfig:
     return ExperimentConfig.model_validate({"name": "t", "accuracy": {**section, **changes}})
 
 
+UNREACHABLE: dict[str, Status] = {}
+
+
 class Fake:
     """An executor that gives every item the status its implementation stands for."""
 
     def __init__(self, folder: RunFolder, statuses: dict[str, Status], digest: str) -> None:
         self.folder, self.statuses, self.digest = folder, statuses, digest
         self.seen: list[Item] = []
+
+    def prepare(self, items: Sequence[Item]) -> None:
+        if self.statuses is UNREACHABLE:
+            raise launch.LaunchError("nothing computes there")
 
     def execute(self, items: Sequence[Item], event: launch.Event) -> None:
         for item in items:
@@ -121,6 +128,44 @@ def test_a_run_on_gpus_moves_records_of_a_cpu_aside(run: Any, tmp_path: Path, mo
     assert any("3 records were made on a CPU" in line for line in said)
     assert len(list((tmp_path / "run/records/stale/accuracy").iterdir())) == 3
     assert not run(config(), both)[1]
+
+
+def test_nothing_is_moved_aside_before_the_run_can_compute(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(config(), {"eager": Status.OK, "sdpa": Status.OK})
+    store = RunFolder(tmp_path / "run").store
+    before = store.read_whole()
+    with pytest.raises(launch.LaunchError, match="nothing computes there"):
+        run(config(), UNREACHABLE, "k2")
+    assert store.read_whole() == before and not (store.root / "stale").exists()
+
+
+@pytest.mark.parametrize("status", [Status.OK, Status.FAILED])
+def test_a_cpu_adds_nothing_to_the_records_of_a_gpu(status: Status, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "gpus", list)
+    run(config(), {"eager": status})
+    store = RunFolder(tmp_path / "run").store
+    for record in store.read_whole():
+        store.write(record.model_copy(update={"environment": {"device": "cuda", "gpu": {"name": "NVIDIA H200"}}}))
+    before = store.read_whole()
+    with pytest.raises(
+        FolderError, match=r"run holds records of NVIDIA H200 \(such as .*on the CPU the [24] cells that are left: carry on where"
+    ):
+        run(config(), {"sdpa": Status.OK})
+    assert store.read_whole() == before
+    monkeypatch.setattr(devices, "gpus", lambda: ["0"])
+    run(config(), {"eager": Status.OK, "sdpa": Status.OK})
+    monkeypatch.setattr(devices, "gpus", list)
+    assert not run(config(), {})[1], "with nothing left to do there is nothing to refuse"
+
+
+@pytest.mark.parametrize(("crop", "warned"), [(256, False), (384, True)])
+def test_sizes_for_gpus_are_pointed_out_on_a_cpu(crop: int, warned: bool, tmp_path: Path) -> None:
+    said: list[str] = []
+    site = LocalSite(device="cpu")
+    LocalExecutor(site, RunFolder(tmp_path), Chunk(kernel_digest="", timeout_s={}, items=[]), said.append).prepare(
+        [Item(cell=cell) for cell in plan(config(crops=[16, crop]))]
+    )
+    assert said[0] == "computing on the CPU" and len(said) == 1 + warned and (not warned or "N up to 384" in said[1])
 
 
 def test_which_sites_compute_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,3 +217,14 @@ def test_refusal_on_other_devices() -> None:
     cuda = importlib.import_module(f"{PACKAGE}.cuda")
     reason = cuda.supports(torch.device("cpu"))
     assert reason is not None and "CUDA" in reason
+
+
+@pytest.mark.parametrize(("version", "fits"), [("3.6.0", True), ("3.7.1", True), ("3.5.1", False), ("3.8.0", False), ("3.60.0", False)])
+def test_only_releases_of_triton_with_known_launches_are_accepted(version: str, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = importlib.import_module(f"{PACKAGE}.devices")
+    monkeypatch.setattr("triton.__version__", version)
+    monkeypatch.setattr(devices.cuda, "supports", lambda device: None)
+    devices._other_release.cache_clear()
+    reason = devices.supports(torch.device("cuda"))
+    devices._other_release.cache_clear()
+    assert reason is None if fits else f"{version} is installed: pip install 'triton>=3.6,<3.8'" in reason
