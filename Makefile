@@ -63,10 +63,12 @@ site: $(READY) | build
 	@$(BIN)/python -m pipeline site --write build/site.yaml
 
 run: $(READY) kernels $(if $(filter build/site.yaml,$(SITE)),site)
-	@profile=local; if grep -q '^executor: slurm' '$(SITE)'; then profile=slurm; fi; \
+	@profile=local; if grep -qs '^executor: slurm' '$(SITE)'; then profile=slurm; fi; \
 	$(BIN)/python -m pipeline workflow --profile config/profiles/$$profile \
-	    --config config='$(CONFIG)' site='$(SITE)' results='$(RESULTS)' || \
-	    { echo "the workflow failed; its logs are in $(RESULTS)/jobs/logs, its state: $(BIN)/python -m pipeline status $(RESULTS)" >&2; exit 1; }
+	    --config config='$(CONFIG)' site='$(SITE)' results='$(RESULTS)' || { status=$$?; \
+	    if [ $$status = 1 ]; then \
+	        echo "the workflow failed; its logs are in $(RESULTS)/jobs/logs, its state: $(BIN)/python -m pipeline status $(RESULTS)" >&2; \
+	    fi; exit $$status; }  # 2: nothing began, 128 and more: stopped; both were said
 	@$(BIN)/python -m pipeline show claims '$(RESULTS)'
 	@printf '%s\n' '' 'tables:  $(RESULTS)/tables (Markdown, LaTeX, CSV)' 'figures: $(RESULTS)/figures' 'claims:  $(RESULTS)/claims.md' \
 	    'report:  $(RESULTS)/report.html (open it in a browser)' \

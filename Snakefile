@@ -16,17 +16,16 @@ from snakemake.utils import min_version
 min_version("9.0")
 sys.path.insert(0, workflow.basedir)
 
-from pipeline import config as configuration, container_build, site as sites
+from pipeline import container_build, workflow as before
 
 CONFIG = Path(config.get("config", "config/smoke.yaml"))
 SITE = Path(config.get("site", "config/sites/local.yaml"))
 IMAGE = config.get("image", "containers/image.yaml")
 PYTHON = config.get("python", sys.executable)
-SETTINGS = configuration.read(CONFIG)
+SETTINGS, PLACE = before.read(CONFIG, SITE)
 RESULTS = config.get("results", f"results/{SETTINGS.name}")
 SHOWN = [f"{RESULTS}/claims.md", f"{RESULTS}/report.html"]
-# measurements on this machine must not run side by side; those in Slurm's jobs may
-THREADS = workflow.cores if sites.load(SITE).executor == "local" else 1
+THREADS = before.threads(PLACE, workflow.resource_settings.cores and workflow.cores)
 
 wildcard_constraints:
     experiment="accuracy|determinism|ablation|kernel_time|step_time|stability",
@@ -85,3 +84,6 @@ rule write_tables:
     message: "tables, figures, claims and report in {RESULTS}"
     resources: mem_mb=4000
     shell: "exec {PYTHON} -m pipeline tables {RESULTS} --log {log}"
+
+if workflow.is_main_process:
+    before.check(SETTINGS, PLACE, Path(RESULTS), sys.argv[1:], [rule.name for rule in workflow.rules if not rule.has_wildcards()])

@@ -16,7 +16,7 @@ import pandas as pd
 from pipeline import summary
 from pipeline.provenance import NO_DEVICE
 from pipeline.quality_tables import equal_cases, removed_shares
-from pipeline.step_tables import speedup, step_seconds
+from pipeline.records import Status
 from pipeline.summary import CASE, label, on_gpu
 from pipeline.table_model import ABSENT, TIMES, Column, Row, Section, Table, Value, to_markdown
 from pipeline.table_rows import mean, metric
@@ -29,6 +29,8 @@ REMOVED = (0.28, 0.47)
 #: Two mean errors closer than this share are level: a draw for the lowest place is still the lowest.
 LEVEL = 0.005
 STEP_GPUS, STEP_BACKENDS, STEP_CROP = 16, 8, 768
+#: Endings that say a back end cannot do the step; the others (cancelled, lost with its node, not installed, another GPU) say nothing of it.
+DEFEATS = (Status.FAILED, Status.OOM, Status.TIMEOUT)
 SPEEDUPS = {"triton": 1.73, "cuequivariance": 1.13}
 #: What of the same project computes the attention alone: told beside the claim, which compares it with attention and multiplication.
 ATTENTION_ALONE = {"triton": "triton", "cuequivariance": "cuequivariance_attention"}
@@ -130,8 +132,9 @@ def _coverage(rows: pd.DataFrame) -> tuple[str, str]:
     if others.empty:
         return f"{paper} of {PAPER_CASES}", "" if paper >= PAPER_CASES else f"on {paper} of {PAPER_CASES} cases"
     sizes = _sizes_in_words(others)
-    more = f"{len(others)} other{'' if len(others) == 1 else 's'}"
-    return f"{paper} of {PAPER_CASES}; {more}", f"on {paper} of {PAPER_CASES} cases and {more}: {sizes}"
+    more = _count(len(others), "other")
+    basis = f"{paper} of {PAPER_CASES} cases and {more}" if paper else f"{_count(len(others), 'case')}, none of the paper's {PAPER_CASES}"
+    return f"{paper} of {PAPER_CASES}; {more}", f"on {basis}: {sizes}"
 
 
 def _sizes_in_words(cases: pd.DataFrame) -> str:
@@ -189,39 +192,61 @@ def _lowest(data: pd.DataFrame, device: str, own: str) -> Claim:
     rows, of_class, judged = _basis(done[done["implementation"] == own])
     cases, coverage = _coverage(rows)
     shared = rows[CASE].drop_duplicates()
-    peers, partial = {}, []
-    for name, group in done.groupby("implementation", sort=True):
-        if summary.is_turbopair(str(name)):
-            continue
-        same = group.merge(shared, on=CASE)
-        if len(same) == len(shared):
-            peers[str(name)] = same
-        else:
-            partial.append(label(str(name)))
-    if not peers:
-        return Claim(key, statement, paper, ABSENT, device, cases, Verdict.NOT_RUN, "no other implementation measured on the same cases")
-    texts, verdict, apart = [], Verdict.REPRODUCED, set()
-    for t in CORRECTED:
-        best, value = None, mean(rows, f"rmse.{t}")
-        for name, group in peers.items():
-            if t == "dbias" and _dtypes(group) != _dtypes(rows):
-                apart.add(label(name))
-                continue
-            error = mean(group, f"rmse.{t}")
-            if not math.isnan(error) and (best is None or error < best[1]):
-                best = (name, error)
-        if math.isnan(value) or best is None:
+    others = {str(name): group.merge(shared, on=CASE) for name, group in done.groupby("implementation", sort=True)}
+    others = {name: same for name, same in others.items() if not summary.is_turbopair(name)}
+    peers = {name: same for name, same in others.items() if len(same) == len(shared)}
+    # A peer that lost a case is not out of it: on those that it has, it can contradict the claim, though not confirm it alone.
+    partial = {name: same for name, same in others.items() if 0 < len(same) < len(shared)}
+    errors = {name: _errors(rows, same) for name, same in (peers | partial).items()}
+    above = [name for name in partial if any(_relation(*pair) == "above" for pair in errors[name].values())]
+    texts, verdict = [], Verdict.NOT_REPRODUCED if above else Verdict.REPRODUCED
+    for t in CORRECTED if peers else ():
+        compared = {name: errors[name][t] for name in peers if t in errors[name]}
+        if not compared:
             return Claim(key, statement, paper, ABSENT, device, cases, Verdict.NOT_RUN, f"no comparable RMSE of {SYMBOL[t]}")
-        relation = "level with" if abs(value / best[1] - 1) <= LEVEL else "below" if value < best[1] else "above"
-        texts.append(f"{SYMBOL[t]} {value:.2e}, {relation} {label(best[0])} {best[1]:.2e}")
+        best = min(compared, key=lambda name: compared[name][1])
+        value, error = compared[best]
+        relation = _relation(value, error)
+        texts.append(f"{SYMBOL[t]} {value:.2e}, {relation} {label(best)} {error:.2e}")
         if relation == "above":
             verdict = Verdict.NOT_REPRODUCED
+    if not peers and not above:
+        return Claim(key, statement, paper, ABSENT, device, cases, Verdict.NOT_RUN, "no other implementation measured on the same cases")
+    scope = [coverage, *(f"above {label(n)} on the {_count(len(partial[n]), 'case')} that it has" for n in above)]
     if not judged:
-        verdict, coverage = Verdict.NOT_RUN, _other_sizes(rows)
-    measured = "; ".join(texts) + f" ({of_class}, {len(peers)} others compared)"
+        verdict, scope = Verdict.NOT_RUN, [_other_sizes(rows)]
+    measured = "; ".join(texts or [ABSENT]) + f" ({of_class}, {_count(len(peers), 'other')} compared)"
+    apart = [label(name) for name in errors if "dbias" not in errors[name]]
     measured += f"; dBias of another type, so not compared: {', '.join(sorted(apart))}" if apart else ""
-    measured += f"; not all cases, so not compared: {', '.join(partial)}" if partial else ""
-    return Claim(key, statement, paper, measured, device, cases, verdict, _scope(device, coverage))
+    fewer = [f"{label(name)} on {len(same)}{_above_in_words(errors[name])}" for name, same in partial.items()]
+    measured += f"; fewer cases: {', '.join(fewer)}" if fewer else ""
+    none = [label(name) for name, same in others.items() if same.empty]
+    measured += f"; none of these cases: {', '.join(none)}" if none else ""
+    return Claim(key, statement, paper, measured, device, cases, verdict, _scope(device, *scope))
+
+
+def _errors(own: pd.DataFrame, peer: pd.DataFrame) -> dict[str, tuple[float, float]]:
+    """Mean errors of both over exactly the cases that ``peer`` has, by tensor; dBias only where both give it in one type."""
+    own = own.merge(peer[CASE].drop_duplicates(), on=CASE)
+    tensors = [t for t in CORRECTED if t != "dbias" or _dtypes(peer) == _dtypes(own)]
+    means = {t: (mean(own, f"rmse.{t}"), mean(peer, f"rmse.{t}")) for t in tensors}
+    return {t: pair for t, pair in means.items() if not any(map(math.isnan, pair))}
+
+
+def _relation(value: float, error: float) -> str:
+    """How an own error stands to a peer's."""
+    return "level with" if abs(value - error) <= LEVEL * error else "below" if value < error else "above"
+
+
+def _above_in_words(errors: dict[str, tuple[float, float]]) -> str:
+    """The errors that are above a peer's, in brackets; empty if none is."""
+    found = [f"{SYMBOL[t]} {a:.2e}, above {b:.2e}" for t, (a, b) in errors.items() if _relation(a, b) == "above"]
+    return f" ({'; '.join(found)})" if found else ""
+
+
+def _count(number: int, unit: str) -> str:
+    """ "1 case", "2 cases"."""
+    return f"{number} {unit}{'' if number == 1 else 's'}"
 
 
 def _dtypes(rows: pd.DataFrame) -> set[str]:
@@ -273,30 +298,48 @@ def _fastest_step(data: pd.DataFrame, device: str) -> Claim:
     if not on_gpu(device) or not ranks:
         why = "no GPU" if not on_gpu(device) else _why_not(rows, "step time")
         return Claim("step_lowest", statement, paper, ABSENT, device, "0", Verdict.NOT_RUN, why)
-    texts, won, backends, kinds = [], [], set(rows["implementation"]), set()
-    for crop, group in rows.groupby("n", sort=True):
-        seconds = {}
-        for name, one in group.groupby("implementation", sort=True):
-            seconds[str(name)], kind = step_seconds(one)
-            kinds.add(kind)
+    texts, won, kinds, without = [], [], set(), []
+    planned = _experiment(data, "step_time")
+    planned = planned[planned["ranks"] == ranks]
+    for crop, group in planned.groupby("n", sort=True):
+        seconds, kind = _seconds(group)
         own = {name: s for name, s in seconds.items() if name in summary.OWN_BACKENDS}
         others = {name: s for name, s in seconds.items() if name not in own}
-        if own and others:
-            mine, best = min(own, key=own.__getitem__), min(others, key=others.__getitem__)
-            texts.append(f"crop {crop}: {label(mine)} {own[mine]:.3g} s, {label(best)} {others[best]:.3g} s")
-            won.append(own[mine] < others[best])
+        mine, best = (min(times, key=times.__getitem__, default="") for times in (own, others))
+        tried = group[group["implementation"].isin(summary.OWN_BACKENDS)]
+        if len(tried) and not own:
+            without.append(f"no time of turbopair at crop {crop}: {summary.shortfall(tried)}")
+        # Where turbopair failed and another did not, it is not the fastest; where it was not run, nothing is known.
+        if others and (own or tried["status"].isin(DEFEATS).any()):
+            texts.append(f"crop {crop}: " + (f"{label(mine)} {own[mine]:.3g} s" if own else f"turbopair {ABSENT}"))
+            texts[-1] += f", {label(best)} {others[best]:.3g} s"
+            won.append(bool(own) and own[mine] < others[best])
+            kinds.add(kind)
     if not won:
-        why = "turbopair and another back end not both measured"
+        why = "; ".join(["turbopair and another back end not both measured", *without])
         return Claim("step_lowest", statement, paper, ABSENT, device, "0", Verdict.NOT_RUN, why)
     verdict = Verdict.REPRODUCED if all(won) else Verdict.NOT_REPRODUCED
-    scope = _step_scope(device, ranks, f"{len(backends)} back ends" if len(backends) < STEP_BACKENDS else "", kinds)
-    return Claim("step_lowest", statement, paper, "; ".join(texts), device, f"{len(won)} crops", verdict, scope)
+    backends = rows["implementation"].nunique()
+    scope = _step_scope(device, ranks, kinds, _count(backends, "back end") if backends < STEP_BACKENDS else "", *without)
+    return Claim("step_lowest", statement, paper, "; ".join(texts), device, _count(len(won), "crop"), verdict, scope)
 
 
-def _step_scope(device: str, ranks: int, backends: str, kinds: set[str]) -> str:
+def _seconds(rows: pd.DataFrame) -> tuple[dict[str, float], str]:
+    """(seconds a step by back end, what they are): GPU busy time where every row with a time has it, else wall time of all.
+
+    Never one kind for one and the other for another: they are not comparable.
+    """
+    done = rows[rows["ok"]]
+    kind, name = ("GPU busy", "s.gpu_busy") if "s.gpu_busy" in done and done["s.gpu_busy"].notna().all() else ("wall", "s.wall")
+    means = {str(backend): mean(one, name) for backend, one in done.groupby("implementation", sort=True)}
+    return {backend: seconds for backend, seconds in means.items() if not math.isnan(seconds)}, kind
+
+
+def _step_scope(device: str, ranks: int, kinds: set[str], backends: str = "", *more: str) -> str:
+    wall = "wall time, not GPU time" + ("" if kinds == {"wall"} else ", at some crops")
     parts = [backends, "" if ranks == STEP_GPUS else f"{summary.count_of_processors(device, ranks)}, not {STEP_GPUS}"]
-    parts += ["" if "H100" in device else f"on {device}, not H100", "" if kinds == {"GPU busy"} else "wall time, not GPU time"]
-    return "; ".join(filter(None, parts))
+    parts += ["" if "H100" in device else f"on {device}, not H100", "" if kinds == {"GPU busy"} else wall]
+    return "; ".join(filter(None, [*parts, *more]))
 
 
 def _step_speedup(data: pd.DataFrame, device: str, baseline: str) -> Claim:
@@ -308,30 +351,29 @@ def _step_speedup(data: pd.DataFrame, device: str, baseline: str) -> Claim:
         why = "no GPU" if not on_gpu(device) else _why_not(rows, "step time")
         return Claim(key, statement, paper, ABSENT, device, "0", Verdict.NOT_RUN, why)
     at_crop = rows[rows["n"] == STEP_CROP]
-    against = at_crop[at_crop["implementation"] == baseline]
-    own = at_crop[at_crop["implementation"] == "turbopair"]
-    ratio = speedup(against, own)
-    if ratio is None:
-        absent = [label(n) for n, part in ((baseline, against), ("turbopair", own)) if part.empty]
+    compared = _speedup(at_crop, baseline, "turbopair")
+    if compared is None:
+        absent = [label(name) for name in (baseline, "turbopair") if not (at_crop["implementation"] == name).any()]
         why = f"no step time of {' or '.join(absent) or 'one kind for both'} at crop {STEP_CROP}"
         return Claim(key, statement, paper, ABSENT, device, "0", Verdict.NOT_RUN, why)
+    ratio, measured, kind = compared
     if ratio > claimed * (1 + SPEEDUP_TOLERANCE):
         verdict = Verdict.EXCEEDED
     else:
         verdict = Verdict.REPRODUCED if ratio >= claimed * (1 - SPEEDUP_TOLERANCE) else Verdict.NOT_REPRODUCED
-    measured = _ratio_in_words(ratio, against, own)
     peer = ATTENTION_ALONE[baseline]
-    alone = [at_crop[at_crop["implementation"] == name] for name in (peer, "turbopair_attention")]
-    alone_ratio = speedup(*alone)
-    if alone_ratio is not None:
-        measured += f"; {label('turbopair_attention')} against {label(peer)}: {_ratio_in_words(alone_ratio, *alone)}"
-    kinds = {step_seconds(part)[1] for part in (against, own)}
-    return Claim(key, statement, paper, measured, device, "1 crop", verdict, _step_scope(device, ranks, "", kinds))
+    if alone := _speedup(at_crop, peer, "turbopair_attention"):
+        measured += f"; {label('turbopair_attention')} against {label(peer)}: {alone[1]}"
+    return Claim(key, statement, paper, measured, device, "1 crop", verdict, _step_scope(device, ranks, {kind}))
 
 
-def _ratio_in_words(ratio: float, baseline: pd.DataFrame, own: pd.DataFrame) -> str:
-    (a, _), (b, _) = step_seconds(baseline), step_seconds(own)
-    return f"{ratio:.2f}{TIMES} ({a:.3g} s against {b:.3g} s)"
+def _speedup(rows: pd.DataFrame, baseline: str, own: str) -> tuple[float, str, str] | None:
+    """(speed-up of one back end over another, in words with its seconds, their kind, the same for both); None without both."""
+    seconds, kind = _seconds(rows[rows["implementation"].isin([baseline, own])])
+    a, b = seconds.get(baseline, 0.0), seconds.get(own, 0.0)
+    if not a or not b:
+        return None
+    return a / b, f"{a / b:.2f}{TIMES} ({a:.3g} s against {b:.3g} s{', wall time' if kind == 'wall' else ''})", kind
 
 
 def to_table(claims: Sequence[Claim], footnotes: Sequence[str]) -> Table:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable
-from enum import StrEnum
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ParamSpec
@@ -22,9 +21,24 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 app.add_typer(container_app, name="container")
-ExperimentName = StrEnum("ExperimentName", {name: name for name in EXPERIMENTS})  # type: ignore[misc]
-TableName = StrEnum("TableName", {name: name for name in (*TABLES, "claims")})  # type: ignore[misc]
 P = ParamSpec("P")
+
+
+def _one_of(*known: str) -> Callable[[str], str]:
+    """Reads one of ``known``. An enumeration would do it too, but its error does not name the nearest."""
+
+    def read(word: str) -> str:
+        from pipeline.loading import nearest
+
+        if word not in known:
+            raise typer.BadParameter(f"{word!r} is not known{nearest(word, known)}; there are {', '.join(known)}")
+        return word
+
+    return read
+
+
+TABLE_NAMES = (*TABLES, "claims")
+TableArgument = Annotated[str, typer.Argument(parser=_one_of(*TABLE_NAMES), metavar="TABLE", help=f"One of {', '.join(TABLE_NAMES)}.")]
 
 ConfigOption = Annotated[Path, typer.Option("--config", help="What to run (YAML, see config/).")]
 SiteOption = Annotated[Path | None, typer.Option("--site", help="Where to run (YAML, see config/sites/); left out: this machine.")]
@@ -32,7 +46,14 @@ ResultsOption = Annotated[Path | None, typer.Option("--results", help="Folder of
 SetOption = Annotated[list[str], typer.Option("--set", help="Change a value of the configuration: key=value, such as accuracy.cases=2.")]
 SiteSetOption = Annotated[list[str], typer.Option("--set-site", help="Change a value of the site: key=value.")]
 ExperimentOption = Annotated[
-    list[ExperimentName], typer.Option("--experiment", "-e", help="Only this experiment; may be given several times.")
+    list[str],
+    typer.Option(
+        "--experiment",
+        "-e",
+        parser=_one_of(*EXPERIMENTS),
+        metavar="|".join(EXPERIMENTS),
+        help="Only this experiment; may be given several times.",
+    ),
 ]
 LogOption = Annotated[Path | None, typer.Option("--log", help="Write what is printed to this file, too.")]
 SMOKE = Path("config/smoke.yaml")
@@ -91,10 +112,6 @@ def _remedy(path: Path) -> str:
     return "`python -m pipeline run` with the configuration of the folder computes the cell again"
 
 
-def _names(experiments: list[ExperimentName]) -> list[str] | None:
-    return [str(name.value) for name in experiments] or None
-
-
 @app.command()
 @_clear_errors
 def plan(config: ConfigOption = SMOKE, set_: SetOption = [], experiment: ExperimentOption = [], ids: bool = False) -> None:  # noqa: B006
@@ -105,8 +122,8 @@ def plan(config: ConfigOption = SMOKE, set_: SetOption = [], experiment: Experim
     from pipeline.plan import plan as make_plan
 
     settings = configuration.load(config, set_)
-    settings.check_sections(_names(experiment) or ())
-    cells = make_plan(settings, _names(experiment))
+    settings.check_sections(experiment)
+    cells = make_plan(settings, experiment or None)
     if ids:
         for cell in cells:
             typer.echo(cell.id)
@@ -142,7 +159,7 @@ def run(
 
     settings = configuration.load(config, set_)
     root = results or Path("results") / settings.name
-    summary = launch.run(settings, sites.load(site, set_site), root, experiments=_names(experiment), say=typer.echo)
+    summary = launch.run(settings, sites.load(site, set_site), root, experiments=experiment or None, say=typer.echo)
     write_status(root)
     typer.echo(summary.text())
     if tables:
@@ -231,7 +248,7 @@ def gather(
 
 @app.command()
 @_clear_errors
-def show(table: TableName, results: Annotated[Path, typer.Argument(help="Folder of the run.")] = Path("results/smoke")) -> None:
+def show(table: TableArgument, results: Annotated[Path, typer.Argument(help="Folder of the run.")] = Path("results/smoke")) -> None:
     """Print the table of one experiment, or the claims, in the terminal."""
     from rich.console import Console
 
@@ -245,10 +262,10 @@ def show(table: TableName, results: Annotated[Path, typer.Argument(help="Folder 
     config = folder.read_config()
     load_plugins(config)
     records = _read(folder).records
-    if table.value == "claims":
+    if table == "claims":
         show_claims(records, Console(), make_plan(config))
     else:
-        print_table(str(table.value), records, Console(), make_plan(config))
+        print_table(table, records, Console(), make_plan(config))
 
 
 @app.command()

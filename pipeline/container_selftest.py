@@ -121,7 +121,7 @@ def lines(record: ImageRecord) -> list[str]:
     """The record for the terminal."""
     cuda = f"CUDA {record.cuda}" if record.cuda else "no CUDA"
     triton = f"Triton {record.triton}" if record.triton else "no Triton"
-    found = [f"Python {record.python}, PyTorch {record.torch} ({cuda}), {triton}, kernel sources {record.kernel_digest[:12]}"]
+    found = [f"Python {record.python}, PyTorch {record.torch} ({cuda}), {triton}, CUDA sources {record.kernel_digest[:12]}"]
     library = record.library
     about = f"kernel library {library['sha256'][:12]}, nvcc {library['nvcc']}, {library['arch']}" if library else record.library_reason
     found.append(str(about))

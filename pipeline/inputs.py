@@ -142,8 +142,8 @@ class Inputs:
 def make(cell: Case | Any, device: torch.device | str = "cpu") -> Inputs:
     """The inputs of a cell (or :class:`Case`) on ``device``.
 
-    Raises ValueError for a case that its family cannot make, and RuntimeError when the captured arrays of the
-    ``openfold`` family are not there.
+    Raises ValueError for a case that its family cannot make, Unsupported for one that nothing was captured for, and
+    RuntimeError when the captured arrays of the ``openfold`` family are not there.
     """
     case = cell if isinstance(cell, Case) else Case.of(cell)
     return (_captured(case) if case.family == "openfold" else _random(case)).to(device)

@@ -116,6 +116,11 @@ def _describe(problem: Any, model: Any, source: str) -> str:
         return f"{source}: {context.get('discriminator', shown)}: accepted: {context.get('expected_tags', 'local, slurm')}"
     if kind == "value_error":
         return f"{source}: {shown}: {context['error']}"
+    if kind == "too_short":
+        least = context["min_length"]
+        return f"{source}: {shown}: {_show(given)}: needs at least {least} {'entry' if least == 1 else 'entries'}"
+    if kind == "list_type" and isinstance(given, str | int | float):
+        return f"{source}: {shown}: {_show(given)}: input should be a valid list, such as {_show([given])}"
     return f"{source}: {shown}: {_show(given)}: {problem['msg'][0].lower() + problem['msg'][1:]}"
 
 

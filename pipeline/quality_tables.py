@@ -18,6 +18,7 @@ from pipeline.table_rows import (
     mean,
     metric,
     name_value,
+    not_compared,
     number,
     section_keys,
     statistics,
@@ -60,11 +61,11 @@ def _accuracy_section(title: str, view: pd.DataFrame, order: Sequence[str], keys
     for part in by_implementation(view, order):
         row = Row({"name": name_value(part)}, data=csv_data(part) | {"cases": total})
         rows.append(row)
-        done, why = int(part["ok"].sum()), summary.shortfall(part)
+        done = int(part["ok"].sum())
         if not done:
-            row.reason = why
+            row.reason = summary.shortfall(part)
             continue
-        remarks = [f"not compared: {why}" if why else None, summary.worse_than_plain(view, part)]
+        remarks = [not_compared(part, view), summary.worse_than_plain(view, part)]
         row.remark = "; ".join(filter(None, remarks)) or None
         for t in ("out", *gradients(operator)):
             row.values[keys_of[t]] = number(mean(part, keys_of[t]), factor=10.0 ** -scale[t])

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 #: More failures than this are counted, not listed.
 LISTED_FAILURES = 200
+#: A figure is not made narrower than this, in CSS pixels: a narrower page scrolls it sideways.
+READABLE = 900
 
 
 def render(
@@ -35,8 +37,13 @@ def render(
     figures: Sequence[Drawing],
     claims: Sequence[Claim],
     config: ExperimentConfig | None,
+    *,
+    archived: bool = False,
 ) -> str:
-    """The page as text. Every text from records is escaped; figures are this program's own SVG."""
+    """The page as text. Every text from records is escaped; figures are this program's own SVG.
+
+    ``archived``: the page lies beside an archived run, to which no run adds.
+    """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).with_name("templates")),
         autoescape=True,
@@ -62,6 +69,7 @@ def render(
         listed=LISTED_FAILURES,
         finished=max((r.finished for r in records), default=None),
         absent=Value(ABSENT),
+        archived=archived,
     )
 
 
@@ -106,9 +114,9 @@ def _inline(figure: Drawing, number: int) -> dict[str, Any]:
     svg = re.sub(r'\bid="', f'id="{prefix}', svg)
     svg = re.sub(r'href="#', f'href="#{prefix}', svg)
     svg = svg.replace("url(#", f"url(#{prefix}")
-    # The size comes from the page: as wide as the column, never wider than drawn.
-    width = float(re.search(r'<svg[^>]* width="([\d.]+)pt"', svg)[1])  # type: ignore[index]
+    # The size comes from the page: as wide as the column, never wider than drawn, nor so narrow that its text cannot be read.
+    width = float(re.search(r'<svg[^>]* width="([\d.]+)pt"', svg)[1]) * 4 / 3  # type: ignore[index]
     svg = re.sub(r'(<svg[^>]*?) height="[\d.]+pt"', r"\1", svg, count=1)
-    style = f'role="img" style="width:100%;max-width:{width * 4 / 3:.0f}px;height:auto"'
+    style = f'role="img" style="width:max(100%,{min(width, READABLE):.0f}px);max-width:{width:.0f}px;height:auto"'
     svg = re.sub(r'(<svg[^>]*?) width="[\d.]+pt"', rf"\1 {style}", svg, count=1)
     return {"svg": Markup(svg), "device": figure.device}

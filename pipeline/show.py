@@ -31,7 +31,7 @@ def show(name: str, records: Sequence[Record], console: Console, planned: Iterab
     hidden = sum(section.detail for section in table.sections)
     if hidden:
         console.print(Text(f"{hidden} more sections by size or inputs are in tables/{name}.md", style="dim"))
-    for note in table.footnotes:
+    for note in table.footnotes if table.sections else ():  # without rows they are of the other experiments
         console.print(Text(note, style="dim"))
 
 

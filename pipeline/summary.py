@@ -16,6 +16,7 @@ from typing import Any
 
 import pandas as pd
 
+import turbopair
 from pipeline import implementations
 from pipeline.cells import FAMILIES, Cell
 from pipeline.experiments.accuracy import WRONG
@@ -82,12 +83,13 @@ def on_gpu(device: str) -> bool:
     return device != NO_DEVICE and not device.startswith("CPU (")
 
 
-def frame(records: Sequence[Record], planned: Iterable[Cell] = ()) -> pd.DataFrame:
+def frame(records: Sequence[Record], planned: Iterable[Cell] = (), kernel_digest: str | None = None) -> pd.DataFrame:
     """All results as a data frame, planned cells without a record included as ``not_run``.
 
-    Records of different machines stay apart by ``device``. Results of turbopair that came from other kernel sources
-    than the newest of the same machine become ``not_run`` rows that say so. A number that is not finite makes its row
-    ``failed``.
+    Records of different machines stay apart by ``device``. Results of turbopair count if they came from the kernel
+    sources in use, those of ``kernel_digest`` (None: the package's); where no record of turbopair did, from the newest
+    sources of the same machine. The others become ``not_run`` rows that say so. A number that is not finite makes its
+    row ``failed``.
     """
     rows = [_row(record) for record in sorted(records, key=lambda r: (r.finished, r.cell_id))]
     devices = list(dict.fromkeys(row["device"] for row in rows if row["device"] != NO_DEVICE))
@@ -95,7 +97,7 @@ def frame(records: Sequence[Record], planned: Iterable[Cell] = ()) -> pd.DataFra
         # A record written for a crashed worker knows no machine; with one machine there is no doubt which.
         for row in rows:
             row["device"] = devices[0]
-    _set_aside_other_sources(rows)
+    _set_aside_other_sources(rows, _digest_in_use() if kernel_digest is None else kernel_digest)
     known = {(row["device"], row["cell_id"]) for row in rows}
     for cell in planned:
         for device in devices or [NO_DEVICE]:
@@ -150,14 +152,24 @@ def error_key(tensor: str) -> str:
     return f"rel_rmse.{tensor}" if tensor == WEIGHTS else f"rmse.{tensor}"
 
 
-def _set_aside_other_sources(rows: list[dict[str, Any]]) -> None:
-    newest: dict[str, str] = {}
-    for row in rows:  # in order of time
-        if is_turbopair(row["implementation"]):
-            newest[row["device"]] = row["digest"]
-    for row in rows:
-        if is_turbopair(row["implementation"]) and row["digest"] != newest[row["device"]]:
-            reason = f"its record is of other kernel sources ({row['digest'][:12]}, not {newest[row['device']][:12]}): run it again"
+def _digest_in_use() -> str:
+    """The digest of the kernel sources of the package; "" in a damaged installation, which can still read records."""
+    try:
+        return turbopair.kernel_digest()
+    except turbopair.NativeUnavailable:
+        return ""
+
+
+def _set_aside_other_sources(rows: list[dict[str, Any]], in_use: str) -> None:
+    """Results of the sources ``in_use`` count, however old: a record of another checkout, gathered later, must not hide them."""
+    own = [row for row in rows if is_turbopair(row["implementation"])]
+    counted = {row["device"]: row["digest"] for row in own}  # rows are in order of time: the newest
+    if any(row["digest"] == in_use for row in own):
+        counted = dict.fromkeys(counted, in_use)
+    for row in own:
+        digest = counted[row["device"]]
+        if row["digest"] != digest:
+            reason = f"its record is of other kernel sources ({row['digest'][:12]}, not {digest[:12]}): run it again"
             row.update(status="not_run", reason=reason)
 
 

@@ -72,6 +72,15 @@ def by_implementation(part: pd.DataFrame, order: Sequence[str]) -> list[pd.DataF
     return [part[part["implementation"] == name] for name in names]
 
 
+def not_compared(part: pd.DataFrame, view: pd.DataFrame) -> str | None:
+    """Why the means of ``part`` are not compared with others in ``view``; None if they are, being of all its input cases.
+
+    Not only cells without numbers make a mean one of other cases: records of cells that were not planned may give others more.
+    """
+    done, total, why = summary.case_count(part[part["ok"]]), summary.case_count(view), summary.shortfall(part)
+    return None if done == total and not why else f"not compared: {why or f'{done} of {total} cases'}"
+
+
 def csv_data(part: pd.DataFrame) -> dict[str, Scalar]:
     """The columns every CSV line has."""
     statuses = part["status"].value_counts()

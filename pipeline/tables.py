@@ -18,7 +18,7 @@ from pipeline.cells import TABLES, Cell
 from pipeline.plan import plan
 from pipeline.provenance import footnotes
 from pipeline.quality_tables import ablation, accuracy, determinism
-from pipeline.records import Record, write_atomically
+from pipeline.records import Record, RecordStore, write_atomically
 from pipeline.stability_tables import stability
 from pipeline.step_tables import step_time
 from pipeline.table_model import Section, Table, to_csv, to_latex, to_markdown
@@ -53,6 +53,11 @@ _ERRORS = (
     "(the error of only rounding the FP64 result to bf16, weights not rounded). dW: the worst of the gradients of the weights, its RMSE "
     "relative to the gradient's RMS. Best in bold, dW within its type; rows without all cases are not compared."
 )
+_BITWISE = (
+    "bitwise: whether repeated calls at the same size, of the same version (turbopair: the same kernel sources), gave the same bits; "
+    "family, mask and bias type of the inputs may differ from those that were timed."
+)
+_FASTEST = "Fastest in bold at each N; rows without all cases are not compared."
 _GATE = (
     "Numbers are printed only where the accuracy of the timed call, or an accuracy record of the same machine and kernel sources, passes "
     f"(relative RMSE of every tensor at most {summary.WRONG:.0%}, and at most {summary.ABSURD:g} times the error of plain PyTorch)."
@@ -81,7 +86,7 @@ CAPTIONS = {
         f"(relative RMSE of every tensor at most {summary.WRONG:.0%}). "
         "fwd+grad: forward that keeps what the backward needs; peak: memory above "
         "the inputs, forward + backward; host: time until both calls return (in the CSV each, and as host_us.autograd that of a backward "
-        "that does nothing). Fastest in bold at each N.",
+        f"that does nothing). {_BITWISE} {_FASTEST}",
     ),
     "accuracy_multiplication": ("Triangle multiplication: accuracy against FP64", _ERRORS),
     "determinism_multiplication": (
@@ -91,7 +96,7 @@ CAPTIONS = {
     "kernel_time_multiplication": (
         "Triangle multiplication: kernel time",
         f"Median time of the whole update (LayerNorm, gated projections, product, LayerNorm, projection, gate). {_GATE} "
-        "Fastest in bold at each N.",
+        f"{_BITWISE} {_FASTEST}",
     ),
     "accuracy_module": ("Attention module: accuracy against FP64", _ERRORS),
     "determinism_module": (
@@ -101,7 +106,8 @@ CAPTIONS = {
     "kernel_time_module": (
         "Attention module: time",
         "Median time of the whole layer as a model calls it, from z to dz and the weight gradients: LayerNorm, projections of q, k, v, "
-        f"bias and gate, attention, gate, output projection; bf16 autocast, fp32 weights. {_GATE} Fastest in bold at each N.",
+        f"bias and gate, attention, gate, output projection; bf16 autocast, fp32 weights. {_GATE} "
+        f"{_BITWISE} {_FASTEST}",
     ),
     "step_time": (
         "OpenFold3 training step",
@@ -190,5 +196,5 @@ def write_all(records: Sequence[Record], config: ExperimentConfig | None, out: P
     written += [path for figure in drawn for path in figure.paths]
     verdicts = claims.evaluate(data)
     write(out / "claims.md", claims.markdown_text(verdicts, footnotes("claims", records)))
-    write(out / "report.html", report.render(records, data, tables, drawn, verdicts, config))
+    write(out / "report.html", report.render(records, data, tables, drawn, verdicts, config, archived=RecordStore(out).archive.exists()))
     return written

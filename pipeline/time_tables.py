@@ -9,7 +9,7 @@ import pandas as pd
 
 from pipeline import summary
 from pipeline.quality_tables import equal_cases, error_heading
-from pipeline.summary import error_key, split
+from pipeline.summary import CASE, error_key, split
 from pipeline.table_model import ABSENT, TIMES, Column, Row, Scalar, Section, Value, mark_best
 from pipeline.table_rows import (
     SPREAD_LIMIT,
@@ -20,6 +20,7 @@ from pipeline.table_rows import (
     mean,
     metric,
     name_value,
+    not_compared,
     number,
     section_keys,
 )
@@ -29,6 +30,8 @@ MIB = 2.0**20
 DIRECTIONS = {"forward": "fwd ms", "forward_grad": "fwd+grad ms", "backward": "bwd ms", "both": "fwd+bwd ms"}
 #: The tensors whose errors stand beside the times of attention; of the other operators all that are shown.
 BESIDE: dict[str, tuple[str, ...]] = {ATTENTION: ("dq", "dk", "dbias")}
+#: What of a case may differ between what was timed and what was repeated, as the caption says; everything else must be equal.
+MAY_DIFFER = ("family", "seed", "masked", "bias_dtype")
 
 
 def kernel_time(data: pd.DataFrame, order: Sequence[str], operator: str = ATTENTION) -> list[Section]:
@@ -59,16 +62,19 @@ def _kernel_section(title: str, rows: pd.DataFrame, data: pd.DataFrame, order: S
     usual = float(metric(rows, "ms.yardstick").median()) if len(metric(rows, "ms.yardstick")) else math.nan
     for (n, slices), at_size in split(rows, "n", "slices"):
         size = str(n) if slices in (0, n) else f"{n} (I = {slices})"
-        block = [_kernel_row(size, part, data, usual) for part in by_implementation(at_size, order)]
-        stock = [row for row in block if row.data["implementation"] == PLAIN[operator] and "ms.both" in row.values]
+        parts = by_implementation(at_size, order)
+        block = [_kernel_row(size, part, at_size, data, usual) for part in parts]
+        # a row that lost its slow cases has a small mean
+        compared = [row for row, part in zip(block, parts, strict=True) if not not_compared(part, at_size)]
+        stock = [row for row in compared if row.data["implementation"] == PLAIN[operator] and "ms.both" in row.values]
         base = stock[0].values["ms.both"].raw if stock else None
-        for row in block:
+        for row in compared:
             own = row.values["ms.both"].raw if "ms.both" in row.values else None
             if isinstance(base, float) and isinstance(own, float) and own > 0:
                 row.values["speedup"] = number(base / own)
                 row.data["speedup.eager"] = base / own
         for key in DIRECTIONS:
-            mark_best(block, f"ms.{key}")
+            mark_best(compared, f"ms.{key}")
         out += block
     away = [row for row in out if row.data.get("accuracy_size") not in (None, row.data["size"])]
     elsewhere = list(dict.fromkeys(str(row.data["accuracy_size"]) for row in away))
@@ -76,20 +82,20 @@ def _kernel_section(title: str, rows: pd.DataFrame, data: pd.DataFrame, order: S
     return Section(title, columns, out, keys, labels=2, note=note)
 
 
-def _kernel_row(size: str, part: pd.DataFrame, data: pd.DataFrame, usual: float) -> Row:
-    """One row; ``usual`` is the yardstick's time in the whole section, NaN without one."""
+def _kernel_row(size: str, part: pd.DataFrame, at_size: pd.DataFrame, data: pd.DataFrame, usual: float) -> Row:
+    """One row of those ``at_size``; ``usual`` is the yardstick's time in the whole section, NaN without one."""
     operator = summary.operator_of(part)
     n, slices = int(part["n"].iloc[0]), int(part["slices"].iloc[0])
     row = Row({"n": Value(size, n), "name": name_value(part)}, data={"n": n, "size": _size(n, slices), **csv_data(part)})
     if not part["ok"].any():
         row.reason = summary.shortfall(part)
         return row
-    gate = summary.gate(data, part[part["ok"]].iloc[0])
+    gate = _gate(data, part[part["ok"]])
     if gate.reason:
         row.reason = gate.reason
         row.data["status"] = "gated"
         return row
-    remarks = [summary.shortfall(part)]
+    remarks = [not_compared(part, at_size)]
     for key in DIRECTIONS:
         row.values[f"ms.{key}"] = number(mean(part, f"ms.{key}"))
         row.data |= {f"ms.{key}{suffix}": mean(part, f"ms.{key}{suffix}") for suffix in ("", ".p10", ".p90")}
@@ -109,7 +115,7 @@ def _kernel_row(size: str, part: pd.DataFrame, data: pd.DataFrame, usual: float)
     row.values["host"] = number(mean(part, "host_us.forward") + mean(part, "host_us.backward"))
     for name in ("peak_bytes.forward", "peak_bytes.both", "host_us.forward", "host_us.backward", "host_us.autograd"):
         row.data[name] = mean(part, name)
-    row.data["accuracy_size"] = _size(int(gate.accuracy["n"].iloc[0]), int(gate.accuracy["slices"].iloc[0]))
+    row.data["accuracy_size"] = "; ".join(_size(*size) for size, _ in split(gate.accuracy, "n", "slices"))
     star = "" if row.data["accuracy_size"] == row.data["size"] else "*"
     for tensor in SHOWN[operator]:
         key = error_key(tensor)
@@ -123,19 +129,29 @@ def _kernel_row(size: str, part: pd.DataFrame, data: pd.DataFrame, usual: float)
     return row
 
 
-def _size(n: int, slices: int) -> str:
+def _gate(data: pd.DataFrame, timings: pd.DataFrame) -> summary.Gate:
+    """The gate of all calls of a row: shut if it is for one of them, else with the errors of all, each record once."""
+    gates = [summary.gate(data, timing) for _, timing in timings.iterrows()]
+    shut = [gate for gate in gates if gate.reason]
+    return shut[0] if shut else summary.Gate(None, pd.concat([gate.accuracy for gate in gates]).drop_duplicates("cell_id"))
+
+
+def _size(n: int, slices: int = 0) -> str:
     return f"N = {n}" if slices in (0, n) else f"N = {n}, I = {slices}"
 
 
 def _bitwise(timing: pd.DataFrame, data: pd.DataFrame) -> Value:
-    """The determinism experiment's verdict for the same implementation, machine and kernel sources."""
+    """The determinism experiment's verdict for what was timed: the same implementation and its version, machine, sizes and types.
+
+    Other sizes are other kernels, or other launches of the same: that one repeats its bits says nothing about another.
+    """
     first = timing[timing["ok"]].iloc[0]
     operator = str(first["operator"])
     runs = summary.of(data, "determinism", operator)
-    alike = ["implementation", "device", "weight_dtype"]
+    alike = ["implementation", "device", *(name for name in CASE if name not in MAY_DIFFER)]
     runs = runs[(runs[alike] == first[alike]).all(axis=1) & runs["ok"]]
-    if summary.is_turbopair(str(first["implementation"])):
-        runs = runs[runs["digest"] == first["digest"]]
+    source = "digest" if summary.is_turbopair(str(first["implementation"])) else "version"
+    runs = runs[runs[source].fillna("") == (first[source] if isinstance(first[source], str) else "")]  # absent versions may be NaN
     if runs.empty:
         return Value(ABSENT)
     if equal_cases(runs) == len(runs):

@@ -1,7 +1,9 @@
-"""Start Snakemake so that a signal sent to it reaches the commands that it started.
+"""Start Snakemake so that a signal sent to it reaches the commands that it started, and what the Snakefile checks before any rule.
 
 A Ctrl-C in a terminal reaches every process of the group. A signal sent to Snakemake alone (by a batch system, a service
 manager, `kill`) does not reach the commands which submit and wait; this small parent forwards it to the group.
+
+What every rule would refuse is told once, and ends Snakemake with status 2: it would add a traceback, and one copy for each rule.
 """
 
 from __future__ import annotations
@@ -11,19 +13,85 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
+from typing import NoReturn
+
+from pipeline import config as configuration
+from pipeline import site as sites
+from pipeline.config import ExperimentConfig
+from pipeline.folder import FolderError, RunFolder
+from pipeline.launch import check_fit
+from pipeline.loading import ConfigError, nearest
+from pipeline.plan import plan
+from pipeline.site import Site
 
 
 def snakemake(arguments: Sequence[str]) -> int:
-    """Run ``snakemake`` with ``arguments``, all passed on unchanged; returns its exit status (128 + signal when killed)."""
+    """Run ``snakemake`` with ``arguments``, all passed on unchanged; returns its exit status (128 + signal when stopped)."""
+    stopped: list[int] = []
     process = subprocess.Popen([sys.executable, "-m", "snakemake", *arguments], start_new_session=True)
 
     def forward(number: int, _frame: FrameType | None) -> None:
+        stopped.append(number)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, forward)
     code = process.wait()
+    if code and stopped:
+        # Snakemake calls every rule that was interrupted an error, at length: the last word says what happened
+        print("stopped; the same command carries on with what is left", file=sys.stderr)
+        return 128 + stopped[0]
     return code if code >= 0 else 128 - code
+
+
+def read(config: Path, site: Path) -> tuple[ExperimentConfig, Site]:
+    """What to run, and where."""
+    with _clear_errors():
+        return configuration.read(config), sites.load(site)
+
+
+def threads(site: Site, cores: int | None) -> int:
+    """How many of Snakemake's ``cores`` a rule takes: measurements on this machine must not run side by side, those in Slurm's jobs may."""
+    if cores is None:
+        _refuse("Snakemake needs a profile: add --profile config/profiles/local, or config/profiles/slurm on a login node")
+    return cores if site.executor == "local" else 1
+
+
+def check(config: ExperimentConfig, site: Site, results: Path, arguments: Sequence[str], rules: Collection[str]) -> None:
+    """Refuse a target that does not exist, and a folder or a site in which no rule of ``config`` could run.
+
+    ``arguments`` are Snakemake's own: it has not read its targets when it reads the Snakefile. ``rules`` may be targets.
+    """
+    from snakemake.cli import get_argument_parser
+
+    targets = get_argument_parser().parse_known_args(arguments)[0].targets
+    for target in targets:
+        if target not in rules and "/" not in target:  # every file of the workflow is in a folder
+            _refuse(f"no target {target!r}{nearest(target, rules)}; there are {', '.join(rules)}")
+    if set(targets) == {"container"}:
+        return  # an image is of no run
+    with _clear_errors():
+        check_fit(config, site)
+        folder = RunFolder(results)
+        folder.refuse_archive()
+        planned = {cell.id for cell in plan(config)}
+        if folder.config_path.exists() and any(cell.id not in planned for cell in plan(folder.read_config())):
+            folder.adopt(config)  # refuses, and says how the two differ; nothing is written before a run begins
+
+
+@contextmanager
+def _clear_errors() -> Iterator[None]:
+    try:
+        yield
+    except (ConfigError, FolderError) as error:
+        _refuse(str(error))
+
+
+def _refuse(text: str) -> NoReturn:
+    print(f"error: {text}", file=sys.stderr)
+    sys.exit(2)

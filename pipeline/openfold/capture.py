@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeline.implementations import Unsupported
 from pipeline.openfold import batches, model, ranks
 from pipeline.openfold.sites import Recorded, recording
 from pipeline.openfold.step import TrainingStep
@@ -67,18 +68,18 @@ def load(n: int, slices: int, heads: int, head_dim: int, seed: int, padded: bool
     the recorded tokens. Slices: each further round of the recorded slices is shifted by 37 tokens more against the bias, so
     that no two slices are equal and rounding errors do not add up coherently over the slices.
 
-    Raises ValueError for a head dimension that was not recorded or for more heads than were.
+    Raises Unsupported for a head dimension that was not recorded, or for more heads than were: no later run finds them.
     """
     chosen = [s for s in sites() if s.head_dim == head_dim and (padded is None or s.padded == padded)]
     if not chosen:
         dims = sorted({s.head_dim for s in sites()})
-        raise ValueError(f"OpenFold3 was recorded with head dimensions {', '.join(map(str, dims))}; asked for {head_dim}, padded={padded}")
+        raise Unsupported(f"inputs of the openfold family were recorded with head dimension {' and '.join(map(str, dims))}, not {head_dim}")
     if n < 1 or slices < 1:
         raise ValueError(f"at least one token and one slice are needed; asked for n={n}, slices={slices}")
     generator = torch.Generator().manual_seed(seed)
     site, arrays = _stored()[chosen[seed % len(chosen)].name]
     if not 1 <= heads <= site.heads:
-        raise ValueError(f"OpenFold3's triangle attention has {site.heads} heads; asked for {heads}")
+        raise Unsupported(f"inputs of the openfold family were recorded with {site.heads} heads, not {heads}")
     tokens = _window(site, arrays["mask"], n, generator)
     rows = torch.randperm(len(site.rows), generator=generator)
     head_order = torch.randperm(site.heads, generator=generator)[:heads]

@@ -69,9 +69,31 @@ def test_a_typo_stops_it_before_any_rule(run: Any) -> None:
     run.write_config("eager", crop=[3])
     (run.folder / "work").mkdir()
     done = run.call(snakemake(run))
-    assert done.returncode != 0
-    assert "accuracy.crop: no such key (did you mean 'crops'?)" in done.stdout
+    assert done.returncode == 2
+    assert "accuracy.crop: no such key (did you mean 'crops'?)" in told(done.stdout)[0]
     assert not run.results.exists()
+
+
+def told(output: str) -> list[str]:
+    """What is printed besides Snakemake's remark on the profile."""
+    return [line for line in output.splitlines() if not line.startswith("Using profile")]
+
+
+def test_a_target_that_does_not_exist_is_told_with_those_that_do(run: Any) -> None:
+    run.write_config("eager")
+    (run.folder / "work").mkdir()
+    done = run.call(snakemake(run, "acuracy", program="launcher"))
+    assert done.returncode == 2
+    (line,) = told(done.stdout)
+    assert line.startswith("error: no target 'acuracy' (did you mean 'accuracy'?); there are all, accuracy, ") and "measure" not in line
+    assert run.call(snakemake(run, "--dry-run", f"{run.results}/claims.md")).returncode == 0, "a file is a target, too"
+
+
+def test_without_a_profile_it_names_those_that_are_shipped(run: Any) -> None:
+    done = run.call([sys.executable, "-m", "pipeline", "workflow", "accuracy"])
+    assert done.returncode == 2
+    (line,) = told(done.stdout)
+    assert line.startswith("error: ") and "--profile config/profiles/local" in line
 
 
 def test_a_real_run_with_a_failing_peer(run: Any) -> None:
@@ -107,14 +129,42 @@ def test_the_same_command_computes_what_is_lost(run: Any) -> None:
 
 
 def test_the_reason_of_an_error_is_on_the_terminal_and_in_the_log(run: Any) -> None:
+    run.write_config("eagre")
+    (run.folder / "work").mkdir()
+    done = run.call(snakemake(run))
+    assert done.returncode == 1
+    for text in (done.stdout, (run.results / "jobs/logs/snakemake-accuracy.log").read_text()):
+        assert "unknown implementation 'eagre' (did you mean 'eager'?)" in text
+
+
+def test_a_folder_of_another_configuration_is_refused_once_before_any_rule(run: Any) -> None:
     run.write_config("eager")
     (run.folder / "work").mkdir()
-    assert run.call(snakemake(run)).returncode == 0
+    assert run.call(snakemake(run, "accuracy")).returncode == 0
+    before = (run.results / "config.yaml").read_bytes()
     run.write_config("eager", crops=[8])
     done = run.call(snakemake(run))
+    assert done.returncode == 2
+    first, second, third = told(done.stdout)
+    assert first.startswith(f"error: {run.results} belongs to another configuration")
+    assert "accuracy.crops: [16] there, [8] here" in second and "Use another --results folder" in third
+    assert run.call(snakemake(run, "--dry-run", "container")).returncode == 0, "the image is of no run"
+    run.write_config("eager", crops=[8, 16])
+    assert run.call(snakemake(run, "--dry-run")).returncode == 0
+    assert (run.results / "config.yaml").read_bytes() == before, "nothing is written before a run begins"
+
+
+@pytest.mark.parametrize(
+    ("config", "site"), [("config/smok.yaml", "config/sites/local.yaml"), ("config/smoke.yaml", "config/sites/lcal.yaml")]
+)
+def test_make_tells_of_a_file_that_is_not_there_and_of_nothing_else(run: Any, config: str, site: str) -> None:
+    old = [word for target in (".venv/installed", "kernels") for word in ("-o", target)]
+    values = [f"BIN={Path(sys.executable).parent}", f"CONFIG={config}", f"SITE={site}", f"RESULTS={run.results}"]
+    done = run.call(["make", *old, "run", *values])
     assert done.returncode != 0
-    for text in (done.stdout, (run.results / "jobs/logs/snakemake-accuracy.log").read_text()):
-        assert "accuracy.crops: [16] there, [8] here" in text
+    error, of_make = told(done.stdout)
+    assert error.startswith("error: config/") and ": no such file; this folder has config/" in error
+    assert of_make.startswith("make: ")
 
 
 def test_nothing_succeeding_is_no_success(run: Any) -> None:
@@ -150,8 +200,11 @@ def test_stopped_and_continued(run: Any, how: str) -> None:
     else:
         for pid in [process.pid, *children(process.pid)]:
             os.kill(pid, signal.SIGKILL)
-    process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode != 0
+    if how.startswith("SIGTERM"):
+        assert process.returncode == 128 + signal.SIGTERM
+        assert output.splitlines()[-1] == "stopped; the same command carries on with what is left"
     wait_for(lambda: not [1 for entry in Path("/proc").glob("[0-9]*/cmdline") if str(run.results).encode() in read(entry)], 20)
     before = {path: path.stat().st_mtime_ns for path in records.glob("*.json")}
     assert len(before) < 8

@@ -218,3 +218,9 @@ def test_a_terminal_without_the_characters_of_a_table_shows_it_all_the_same(fold
     command = [sys.executable, "-m", "pipeline", "show", "accuracy", str(folder.root)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=REPOSITORY)
     assert done.returncode == 0 and "took 5 ?s" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("command", [["run", "--experiment", "acuracy"], ["show", "acuracy"], ["plan", "-e", "acuracy"]])
+def test_an_unknown_experiment_names_the_nearest(command: list[str]) -> None:
+    done = CliRunner().invoke(cli.app, command, env={"COLUMNS": "500"})
+    assert done.exit_code == 2 and "'acuracy' is not known (did you mean 'accuracy'?); there are accuracy, " in done.output, done.output

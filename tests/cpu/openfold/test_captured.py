@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline import config, experiments, plan
+from pipeline.implementations import Unsupported
 from pipeline.openfold import capture, sites
+from pipeline.records import Status
 
 TENSORS = ("q", "k", "v", "dout")
 
@@ -85,12 +88,19 @@ def test_tiled_tokens_repeat():
 
 
 def test_refusals_say_what_there_is():
-    with pytest.raises(ValueError, match="recorded with head dimensions 16, 32; asked for 64"):
+    with pytest.raises(Unsupported, match="recorded with head dimension 16 and 32, not 64"):
         capture.load(64, 4, 4, 64, 0)
-    with pytest.raises(ValueError, match="has 4 heads; asked for 8"):
+    with pytest.raises(Unsupported, match="recorded with 4 heads, not 8"):
         capture.load(64, 4, 8, 32, 0)
     with pytest.raises(ValueError, match="at least one token and one slice"):
         capture.load(0, 4, 4, 32, 0)
+
+
+def test_sizes_that_were_not_recorded_are_unsupported_not_failed():
+    section = {"implementations": ["eager"], "crops": [16], "head_dims": [128], "slices": 2, "families": ["openfold"]}
+    (cell,) = plan.plan(config.ExperimentConfig.model_validate({"name": "t", "accuracy": section}))
+    record = experiments.execute(cell, torch.device("cpu"))
+    assert record.status is Status.UNSUPPORTED and "16 and 32, not 128" in record.reason
 
 
 def test_bits_survive_storage():

@@ -44,8 +44,11 @@ def commands() -> list[str]:
 def test_links_lead_somewhere(path: Path) -> None:
     targets = re.findall(r"\]\(([^)]+)\)", TEXTS[path.name])
     assert targets
+    headings = [heading.lower().replace(" ", "-") for heading in re.findall(r"^#+ (.*)$", TEXTS[path.name], re.MULTILINE)]
     for target in targets:
-        if not target.startswith("https://"):
+        if target.startswith("#"):
+            assert target[1:] in headings, f"{path.name} links to {target}"
+        elif not target.startswith("https://"):
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
 
 

@@ -30,6 +30,10 @@ TIMES = {
 }  # fmt: skip
 
 
+#: of peers that tell theirs, in every record
+VERSIONS = {"cuequivariance": "0.13.0", "trifast": "0.1.13"}
+
+
 def cell(experiment, implementation, n=384, d=32, family="normal", seed=0, **more):
     fields = {"slices": n, "heads": 4, "masked": family in ("masked", "openfold")} | more
     return Cell(experiment=experiment, implementation=implementation, n=n, head_dim=d, family=family, seed=seed, **fields)
@@ -61,24 +65,25 @@ def accuracy(name, n=384, d=32, family="normal", seed=0, *, experiment="accuracy
         ratios = tuple(1 + (r - 1) * hard if r > 1 else r for r in ratios)
     noise = (1 + 0.01 * random.Random(seed).gauss(0, 1)) * math.sqrt(384 / n)
     metrics = errors(ratios, dtype="float32" if name == "cuequivariance" else "bfloat16", noise=noise)
-    version = {"cuequivariance": "0.13.0", "trifast": "0.1.13"}.get(name)
-    return record(cell(experiment, name, n, d, family, seed, **more), metrics, environment=environment, digest=digest, version=version)
+    of = cell(experiment, name, n, d, family, seed, **more)
+    return record(of, metrics, environment=environment, digest=digest, version=VERSIONS.get(name))
 
 
-def determinism(name, n=384, d=32, family="normal", seed=0, *, differing=(), environment=H200, calls=5, digest=DIGEST):
+def determinism(name, n=384, d=32, family="normal", seed=0, *, differing=(), environment=H200, calls=5, digest=DIGEST, **more):
     metrics = {"calls": calls} | {f"bitwise.{t}": t not in differing for t in TENSORS}
-    return record(cell("determinism", name, n, d, family, seed), metrics, environment=environment, digest=digest)
+    of = cell("determinism", name, n, d, family, seed, **more)
+    return record(of, metrics, environment=environment, digest=digest, version=VERSIONS.get(name))
 
 
-def timing(name, n=384, d=32, *, spread=0.02, environment=H200, digest=DIGEST, version=None, family="normal", scale=1.0):
+def timing(name, n=384, d=32, *, spread=0.02, environment=H200, digest=DIGEST, version=None, family="normal", seed=0, scale=1.0):
     forward, backward = (t * (n / 768) ** 3 * scale for t in TIMES[name])
     times = {"forward": forward, "forward_grad": 1.1 * forward, "backward": backward, "both": 1.1 * forward + backward}
     metrics = {"spread": spread, "unstable": spread > 0.05, "timer": "CUDA events", "warmup_iters": 80, "measured_iters": 50}
     for key, ms in times.items():
         metrics |= {f"ms.{key}": ms, f"ms.{key}.p10": ms * (1 - spread / 2), f"ms.{key}.p90": ms * (1 + spread / 2)}
     metrics |= {"peak_bytes.forward": n * n * 1000, "peak_bytes.both": n * n * 4000, "host_us.forward": 30.0, "host_us.backward": 55.0}
-    version = version or {"cuequivariance": "0.13.0", "trifast": "0.1.13"}.get(name)
-    return record(cell("kernel_time", name, n, d, family), metrics, environment=environment, digest=digest, version=version)
+    of = cell("kernel_time", name, n, d, family, seed)
+    return record(of, metrics, environment=environment, digest=digest, version=version or VERSIONS.get(name))
 
 
 WEIGHTS = {
@@ -112,13 +117,13 @@ def pair_accuracy(name, operator="triangle_multiplication", *, scale=1.0, worst=
         floor, rms = 1e-3, 0.5
         metrics |= {f"rmse.{tensor}": scale * ratio * floor, f"floor.{tensor}": floor, f"ratio.{tensor}": scale * ratio}
         metrics |= {f"rel_rmse.{tensor}": scale * ratio * floor / rms, f"max_err.{tensor}": 0.1, f"ref_rms.{tensor}": rms}
-    return record(pair_cell("accuracy", name, operator, **fields), metrics, version={"cuequivariance": "0.13.0"}.get(name))
+    return record(pair_cell("accuracy", name, operator, **fields), metrics, version=VERSIONS.get(name))
 
 
 def pair_determinism(name, operator="triangle_multiplication", *, differing=(), **fields):
     results = ("out", "dz", *(f"dw_{w}" for w in WEIGHTS[operator]))
     metrics = {"calls": 5} | {f"bitwise.{t}": t not in differing for t in results}
-    return record(pair_cell("determinism", name, operator, **fields), metrics)
+    return record(pair_cell("determinism", name, operator, **fields), metrics, version=VERSIONS.get(name))
 
 
 def pair_timing(name, operator="triangle_multiplication", *, n=384, yardstick=0.6, spread=0.02, **fields):
@@ -128,7 +133,7 @@ def pair_timing(name, operator="triangle_multiplication", *, n=384, yardstick=0.
     metrics = dict(made.metrics) | {"ms.yardstick": yardstick}
     for key, ms in times.items():
         metrics |= {f"ms.{key}{suffix}": ms * (n / 768) ** 3 for suffix in ("", ".p10", ".p90")}
-    return record(pair_cell("kernel_time", name, operator, n, **fields), metrics, version={"cuequivariance": "0.13.0"}.get(name))
+    return record(pair_cell("kernel_time", name, operator, n, **fields), metrics, version=VERSIONS.get(name))
 
 
 def pair_run(lengths=(384, 768)):

@@ -58,7 +58,7 @@ def test_emulation_and_fewer_slices_are_said():
         for name, ratios in (("plain", (1.0,) * 4), ("paper", (0.6,) * 4))
     ]
     found = claim(records, "residual")
-    assert found.words == "reproduced (CPU emulation; on 0 of 600 cases and 1 other: N = 384 with 8 slices)"
+    assert found.words == "reproduced (CPU emulation; on 1 case, none of the paper's 600: N = 384 with 8 slices)"
     assert found.device == "CPU (Some Laptop CPU)"
 
 
@@ -124,11 +124,54 @@ def test_each_precision_is_judged_by_itself():
     assert claim(records, "lowest_rmse.exact").verdict is Verdict.REPRODUCED
 
 
-def test_peers_without_all_cases_are_named_and_left_out():
-    records = accuracies((1.2,) * 4, {"sdpa": (1.5,) * 4})
-    records.append(syn.record(syn.cell("accuracy", "flex"), syn.errors((1.0,) * 4)))
+def lost(name, seed=0):
+    return syn.record(syn.cell("accuracy", name, seed=seed), None, Status.OOM, "out of GPU memory")
+
+
+def test_a_peer_without_all_cases_is_compared_on_those_that_it_has():
+    """Lower there, it contradicts the claim; what it lost takes nothing from that."""
+    own = [syn.record(syn.cell("accuracy", "turbopair.paper", seed=s), syn.errors((r,) * 4)) for s, r in ((0, 0.1), (1, 1.2), (2, 1.2))]
+    records = [*own, *accuracies((1.2,) * 4, {"sdpa": (1.5,) * 4}, seeds=(0, 1, 2))[3:]]
+    flex = [syn.record(syn.cell("accuracy", "flex", seed=s), syn.errors((1.3, 1.0, 1.0, 1.3))) for s in (1, 2)]
+    found = claim([*records, lost("flex"), *flex], "lowest_rmse.paper")
+    # its 1.0 is above the mean of all three cases of turbopair, and below that of the two
+    assert found.words == "not reproduced (on 3 of 600 cases; above FlexAttention (torch.compile) on the 2 cases that it has)"
+    assert found.measured.endswith("fewer cases: FlexAttention (torch.compile) on 2 (dK 3.00e-04, above 2.50e-04)")
+
+
+def test_peers_compared_on_fewer_cases_are_named():
+    records = accuracies((1.0,) * 4, {"sdpa": (1.5,) * 4}, seeds=(0, 1, 2))
+    records += [syn.record(syn.cell("accuracy", "flex", seed=s), syn.errors((1.2,) * 4)) for s in (0, 1)]
+    records += [syn.record(syn.cell("accuracy", "trifast"), syn.errors((0.996,) * 4)), lost("trifast", 1), lost("flex", 2)]
+    found = claim([*records, syn.accuracy("eager", 640)], "lowest_rmse.paper")
+    assert found.words == "reproduced (on 3 of 600 cases)"
+    assert "1 others compared" not in found.measured and "(normal inputs, bf16, 1 other compared)" in found.measured
+    assert "; fewer cases: FlexAttention (torch.compile) on 2, trifast on 1" in found.measured
+    assert found.measured.endswith("; none of these cases: PyTorch eager (OpenFold3 stock)")
+
+
+def test_a_bias_gradient_of_another_type_is_not_compared_on_fewer_cases_either():
+    records = accuracies((1.0,) * 4, {"sdpa": (1.5,) * 4})
+    records += [syn.record(syn.cell("accuracy", "cuequivariance"), syn.errors((1, 1, 1, 0.2), dtype="float32")), lost("cuequivariance", 1)]
     found = claim(records, "lowest_rmse.paper")
-    assert found.verdict is Verdict.REPRODUCED and "not all cases, so not compared: FlexAttention" in found.measured
+    assert found.verdict is Verdict.REPRODUCED and "dBias of another type, so not compared: cuEquivariance" in found.measured
+    assert found.measured.endswith("fewer cases: cuEquivariance on 1")
+
+
+def test_peers_with_fewer_cases_alone_contradict_and_do_not_confirm():
+    own, flex = accuracies((1.0,) * 4, {}), syn.cell("accuracy", "flex")
+    worse = claim([*own, syn.record(flex, syn.errors((1.2,) * 4))], "lowest_rmse.paper")
+    assert worse.words == "not run (no other implementation measured on the same cases)"
+    better = claim([*own, syn.record(flex, syn.errors((0.8,) * 4))], "lowest_rmse.paper")
+    assert better.words == "not reproduced (on 2 of 600 cases; above FlexAttention (torch.compile) on the 1 case that it has)"
+
+
+def test_a_peer_with_fewer_cases_is_not_judged_at_other_sizes():
+    records = [
+        syn.record(syn.cell("accuracy", who, 64, seed=s), syn.errors((1.0,) * 4)) for who in ("turbopair.paper", "sdpa") for s in (0, 1)
+    ]
+    found = claim([*records, syn.record(syn.cell("accuracy", "flex", 64), syn.errors((0.5,) * 4))], "lowest_rmse.paper")
+    assert found.words == "not run (none of the claim's sizes, only N = 64)" and "fewer cases: FlexAttention" in found.measured
 
 
 def test_bias_gradients_of_another_type_are_named_and_left_out():
@@ -198,6 +241,59 @@ def test_fastest_step_on_the_claimed_machine_needs_no_qualification():
 def test_fastest_step_elsewhere_says_where():
     found = claim(steps(9.0, ranks=1, environment=syn.H200)[3:], "step_lowest")
     assert found.words == "reproduced (5 back ends; 1 GPU, not 16; on NVIDIA H200, not H100)"
+
+
+def ended(name, status, crop=768, ranks=16, reason="why"):
+    return syn.record(syn.step(name, crop, ranks=ranks).cell, None, status, reason, syn.H100)
+
+
+@pytest.mark.parametrize("status", [Status.OOM, Status.FAILED, Status.TIMEOUT])
+def test_a_crop_that_turbopair_failed_is_not_won(status):
+    records = [syn.step(name, 384, busy, ranks=16) for name, busy in (("triton", 3.0), ("turbopair", 2.0))]
+    found = claim([*records, syn.step("triton", ranks=16), ended("turbopair", status)], "step_lowest")
+    assert found.words == f"not reproduced (2 back ends; no time of turbopair at crop 768: {status.value}: why)"
+    assert found.measured == "crop 384: turbopair 2 s, OpenFold3 Triton 3 s; crop 768: turbopair \u2013, OpenFold3 Triton 9 s"
+    alone = claim([syn.step("triton", ranks=16), ended("turbopair", status)], "step_lowest")
+    assert alone.verdict is Verdict.NOT_REPRODUCED and alone.cases == "1 crop"
+    # the attention alone is turbopair's, too
+    records += [syn.step("turbopair_attention", 768, 8.0, ranks=16), syn.step("triton", ranks=16), ended("turbopair", status)]
+    assert claim(records, "step_lowest").verdict is Verdict.REPRODUCED
+
+
+@pytest.mark.parametrize("status", [Status.CANCELLED, Status.NODE_FAIL, Status.NOT_INSTALLED, None])
+def test_a_crop_that_was_not_run_is_said(status):
+    records = [syn.step(name, crop, busy, ranks=16) for name, busy in (("triton", 3.0), ("turbopair", 2.0)) for crop in (384, 768)]
+    left = [ended("turbopair", status)] if status else []
+    found = claim([*records[:3], *left], "step_lowest", [record.cell for record in records])
+    reason = f"{status.value.replace('_', ' ')}: why" if status else "not run: no record yet"
+    assert found.words == f"reproduced (2 back ends; no time of turbopair at crop 768: {reason})" and found.cases == "1 crop"
+
+
+def test_a_crop_that_no_back_end_could_do_decides_nothing():
+    records = [syn.step(name, 384, ranks=16, busy=busy) for name, busy in (("triton", 3.0), ("turbopair", 2.0))]
+    records += [ended(name, Status.OOM) for name in ("triton", "turbopair")]
+    assert claim(records, "step_lowest").words == "reproduced (2 back ends; no time of turbopair at crop 768: oom: why)"
+    none = claim([syn.step("triton", 384, ranks=16), *records[2:]], "step_lowest")
+    assert none.words == "not run (turbopair and another back end not both measured; no time of turbopair at crop 768: oom: why)"
+
+
+def test_back_ends_are_compared_in_one_kind_of_seconds():
+    """GPU time against wall time would say nothing: all in wall time where one has no other."""
+    records = [syn.step("triton", busy=None, wall=2.5, ranks=16), syn.step("turbopair", busy=2.2, wall=3.0, ranks=16)]
+    found = claim(records, "step_lowest")
+    assert found.words == "not reproduced (2 back ends; wall time, not GPU time)"
+    assert found.measured == "crop 768: turbopair 3 s, OpenFold3 Triton 2.5 s"
+    speedup = claim(records, "step_speedup.triton")
+    assert speedup.measured == f"0.83{claims.TIMES} (2.5 s against 3 s, wall time)" and speedup.scope == "wall time, not GPU time"
+    two = [*records, *(syn.step(name, 384, busy, ranks=16) for name, busy in (("triton", 3.0), ("turbopair", 2.0)))]
+    assert claim(two, "step_lowest").scope == "2 back ends; wall time, not GPU time, at some crops"
+
+
+def test_a_speedup_of_attention_alone_says_its_own_kind_of_seconds():
+    records = [syn.step("triton", ranks=16, busy=10.0, wall=12.0), syn.step("turbopair", ranks=16, busy=5.0)]
+    found = claim([*records, syn.step("turbopair_attention", ranks=16, busy=None, wall=10.0)], "step_speedup.triton")
+    assert found.scope == "" and f"2.00{claims.TIMES} (10 s against 5 s);" in found.measured
+    assert found.measured.endswith(f"1.20{claims.TIMES} (12 s against 10 s, wall time)")
 
 
 @pytest.mark.parametrize(("own", "verdict"), [(10 / 1.73, Verdict.REPRODUCED), (5.0, Verdict.EXCEEDED), (7.0, Verdict.NOT_REPRODUCED)])

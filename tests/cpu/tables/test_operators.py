@@ -82,6 +82,16 @@ def test_times_stand_beside_errors_of_the_same_weights(pairs):
     assert not any(key.startswith("ms.") for key in gated.values)
 
 
+@pytest.mark.parametrize(
+    ("other", "shown"),
+    [({}, "yes"), ({"family": "masked"}, "yes"), ({"direction": "incoming"}, "\u2013"), ({"weight_dtype": "bf16"}, "\u2013"),
+     ({"channels": 64}, "\u2013"), ({"n": 768}, "\u2013")],
+)  # fmt: skip
+def test_bitwise_is_that_of_the_timed_product(other, shown):
+    records = [syn.pair_accuracy("turbopair"), syn.pair_timing("turbopair"), syn.pair_determinism("turbopair", **other)]
+    assert row_of(build("kernel_time_multiplication", records).sections[0], "turbopair").values["bitwise"].text == shown
+
+
 def test_the_module_is_compared_with_openfold3(pairs):
     section = build("kernel_time_module", pairs).sections[0]
     assert row_of(section, "openfold3").data["speedup.eager"] == 1.0

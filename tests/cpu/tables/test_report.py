@@ -14,7 +14,7 @@ from rich.console import Console
 from pipeline import figures, summary
 from pipeline.claims import to_table
 from pipeline.config import ExperimentConfig
-from pipeline.records import RecordWriteError, Status
+from pipeline.records import RecordStore, RecordWriteError, Status
 from pipeline.show import show
 from pipeline.tables import write_all
 
@@ -224,3 +224,29 @@ def test_show_says_each_reason_once():
     sections = [syn.record(syn.cell("accuracy", "trifast", family=f), None, Status.FAILED, "no compiler") for f in ("normal", "offset")]
     text = terminal("accuracy", sections)
     assert text.count("trifast: failed: no compiler") == 1 and text.count("as above: trifast") == 1
+
+
+def test_show_of_what_is_not_part_of_the_run_tells_nothing_of_the_rest(run):
+    text = terminal("stability", [record for record in run if record.cell.experiment != "stability"])
+    assert "This experiment was not part of the run." in text
+    assert "records hold numbers" not in text and "power limit" not in text
+
+
+def test_figures_are_not_made_narrower_than_can_be_read(page):
+    sizes = [tuple(map(int, size)) for size in re.findall(r'<svg[^>]* style="width:max\(100%,(\d+)px\);max-width:(\d+)px;', page)]
+    assert len(sizes) == page.count("<svg") and all(least == min(drawn, 900) for least, drawn in sizes)
+    assert re.search(r"^figure \{[^}]*overflow-x:auto", page, re.M)
+
+
+def test_how_to_rerun_is_told_of_a_run_and_of_an_archived_one(tmp_path):
+    def told():
+        write_all([syn.accuracy("sdpa")], None, tmp_path)
+        return html.unescape((tmp_path / "report.html").read_text().partition('<h2 id="rerun">')[2])
+
+    command = ".venv/bin/python -m pipeline run --config results/records/config.yaml"
+    text = told()
+    assert f"{command} --site config/sites/local.yaml --results results/records\n" in text and "gather" not in text
+    RecordStore(tmp_path).archive.touch()
+    text = told()
+    gather = ".venv/bin/python -m pipeline gather results/records <this folder>"
+    assert f"{gather}\n{command} --results results/records<" in text and "pipeline tables" not in text

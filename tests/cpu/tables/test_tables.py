@@ -4,6 +4,7 @@ import io
 import pytest
 import synthetic as syn
 
+import turbopair
 from pipeline import summary
 from pipeline.cells import EXPERIMENTS
 from pipeline.records import Record, Status
@@ -68,6 +69,17 @@ def test_incomplete_rows_are_shown_but_never_best():
     assert not trifast.values["rmse.dq"].best and sdpa.values["rmse.dq"].best
 
 
+def test_rows_with_fewer_cases_than_an_unplanned_record_makes_are_not_compared():
+    """What a run planned for all may be less than what records of one alone hold: no case of the others failed, yet they lack one."""
+    records = [syn.record(syn.cell("accuracy", name), syn.errors((r,) * 4)) for name, r in (("sdpa", 1.0), ("flex", 2.0))]
+    planned = [record.cell for record in records]
+    records.append(syn.record(syn.cell("accuracy", "flex", seed=1), syn.errors((1.8,) * 4)))
+    section = build("accuracy", records, planned).sections[0]
+    flex, sdpa = row_of(section, "flex"), row_of(section, "sdpa")
+    assert (sdpa.values["n"].text, sdpa.remark) == ("1/2", "not compared: 1 of 2 cases")
+    assert flex.values["rmse.dq"].best and not sdpa.values["rmse.dq"].best and flex.remark is None
+
+
 def test_bias_gradients_compete_within_their_type():
     records = [syn.record(syn.cell("accuracy", "cuequivariance"), syn.errors((1, 1, 1, 0.2), dtype="float32"))]
     records += [syn.record(syn.cell("accuracy", name), syn.errors((1, 1, 1, ratio))) for name, ratio in (("flex", 1.0), ("sdpa", 1.7))]
@@ -116,6 +128,38 @@ def test_results_of_other_kernel_sources_do_not_count():
     assert row_of(section, "turbopair.exact").values["n"].text == "1/2"
     assert "other kernel sources (oldoldoldold" in row_of(section, "turbopair.exact").remark
     assert row_of(section, "sdpa").values["n"].text == "1/2"  # a peer does not depend on these sources: it has its one case
+
+
+def test_the_kernel_sources_in_use_count_before_newer_ones():
+    """Records that another checkout gave later do not set aside those of the sources that the reader has."""
+    mine = [syn.accuracy("turbopair.exact", seed=s, digest="mine" * 8, environment=e) for s, e in ((0, syn.H200), (1, syn.H100))]
+    other = [syn.accuracy("turbopair.exact", seed=2, digest="other" * 8, environment=e) for e in (syn.H200, syn.H100)]
+    other = [record.model_copy(update={"finished": "2026-12-29T10:00:00.000+00:00"}) for record in other]
+
+    def counted(records, digest):
+        frame = summary.frame(records, kernel_digest=digest)
+        return sorted(frame.loc[frame["ok"], "digest"])
+
+    assert counted([*mine, *other], "mine" * 8) == ["mine" * 8] * 2
+    assert counted([*mine, *other], "other" * 8) == counted([*mine, *other], "none" * 8) == ["other" * 8] * 2
+    # one machine has them: the other's results are of other sources all the same
+    assert counted([mine[0], *other], "mine" * 8) == ["mine" * 8]
+    # a peer's record does not depend on the sources, so it says nothing about which count
+    peer = syn.accuracy("sdpa", digest="mine" * 8)
+    assert counted([*other, peer], "mine" * 8) == ["mine" * 8, *["other" * 8] * 2]
+
+
+def test_the_sources_in_use_are_those_of_the_package(monkeypatch):
+    records = [syn.accuracy("turbopair.exact", seed=s, digest=d) for s, d in enumerate(("mine" * 8, "other" * 8))]
+    assert list(summary.frame(records)["ok"]) == [False, True]
+    monkeypatch.setattr(turbopair, "kernel_digest", lambda: "mine" * 8)
+    assert list(summary.frame(records)["ok"]) == [True, False]
+
+    def damaged():
+        raise turbopair.NativeUnavailable("no sources")
+
+    monkeypatch.setattr(turbopair, "kernel_digest", damaged)
+    assert list(summary.frame(records)["ok"]) == [False, True]  # records can be read without the kernels
 
 
 def test_record_of_a_crashed_worker_joins_the_only_machine():
@@ -227,6 +271,79 @@ def test_gate_opens_with_a_passing_record():
     assert row.values["bitwise"].text == "yes" and row.values["rmse.dq"].raw == pytest.approx(2.5e-4, rel=0.05)
     assert row.data["speedup.eager"] == pytest.approx((1.1 * 10.0 + 18.5) / (1.1 * 1.1 + 3.0))
     assert kernel_row(records, "eager").values["bitwise"].text == "\u2013"
+
+
+def timed(name, seeds=(0, 1), **more):
+    """Records of times in the ratio 1 : 2 : 3 by seed, with errors of their own in the same ratio."""
+    made = [syn.timing(name, seed=s, scale=1 + s, **more) for s in seeds]
+    return [with_errors(record, syn.errors((1 + record.cell.seed,) * 4)) for record in made]
+
+
+def test_times_of_fewer_cases_are_shown_but_not_compared():
+    """A row that lost its slow cases has the smallest mean of all."""
+    lost = syn.record(syn.cell("kernel_time", "flex", seed=1), None, Status.TIMEOUT, "longer than 900 s")
+    records = [*timed("eager"), *timed("sdpa"), *timed("flex", (0,)), lost]
+    sdpa, flex = (kernel_row(records, name) for name in ("sdpa", "flex"))
+    assert flex.values["ms.both"].raw < sdpa.values["ms.both"].raw
+    assert sdpa.values["ms.both"].best and not flex.values["ms.both"].best
+    assert flex.remark == "not compared: 1 of 2 timeout: longer than 900 s"
+    assert sdpa.data["speedup.eager"] == pytest.approx((1.1 * 10.0 + 18.5) / (1.1 * 4.9 + 12.6))
+    assert "speedup" not in flex.values and "speedup.eager" not in flex.data
+    without = [record for record in records if record.cell.implementation != "eager" or record.cell.seed == 0]
+    assert "speedup" not in kernel_row(without, "sdpa").values  # eager's mean is of fewer cases
+    assert kernel_row(without, "eager").remark == "not compared: 1 of 2 cases"
+
+
+def test_the_error_beside_a_time_is_of_the_same_cases():
+    row = kernel_row(timed("sdpa", (0, 1, 2)), "sdpa")
+    assert row.values["rmse.dq"].raw == row.data["rmse.dq"] == pytest.approx(2 * 2.5e-4)
+    wrong = with_errors(syn.timing("sdpa", seed=3), syn.errors((1,) * 4, rms=1e-3))
+    assert kernel_row([*timed("sdpa", (0, 1, 2)), wrong], "sdpa").reason.startswith("accuracy gate: relative RMSE of O")
+    # without errors of its own, each accuracy record counts once; of another size, it is starred although the first call has its own
+    far = [syn.record(syn.cell("accuracy", "sdpa", 768, seed=s), syn.errors((r,) * 4)) for s, r in ((0, 1.0), (1, 3.0))]
+    plain = [syn.timing("sdpa", seed=s) for s in (0, 1, 2)]
+    assert kernel_row([*plain, *far], "sdpa").values["rmse.dq"].text == "5.00e-04*"
+    mixed = build("kernel_time", [*timed("sdpa", (0,)), *plain[1:], *far]).sections[0]
+    assert mixed.rows[0].values["rmse.dq"].text == "4.17e-04*" and mixed.note.endswith("N = 384; N = 768.")
+
+
+@pytest.mark.parametrize(
+    ("other", "shown"),
+    [
+        ({}, "no: dQ"),
+        ({"family": "masked"}, "no: dQ"),
+        ({"bias_dtype": "fp32", "seed": 7}, "no: dQ"),
+        ({"n": 768}, "\u2013"),
+        ({"d": 16}, "\u2013"),
+        ({"slices": 8}, "\u2013"),
+        ({"heads": 8}, "\u2013"),
+        ({"dtype": "fp32"}, "\u2013"),
+        ({"environment": syn.H100}, "\u2013"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["trifast", "turbopair.exact"])
+def test_bitwise_is_that_of_the_timed_size(name, other, shown):
+    row = kernel_row_on_h200([*timed(name, (0,)), syn.determinism(name, differing=("dq",), **other)])
+    assert row.values["bitwise"].text == shown
+
+
+def kernel_row_on_h200(records):
+    return next(section for section in build("kernel_time", records).sections if section.keys["device"] == "NVIDIA H200").rows[0]
+
+
+def test_bitwise_wants_the_same_version_of_a_peer():
+    run = syn.determinism("trifast")
+    for version, shown in (("0.1.13", "yes"), ("0.1.12", "\u2013")):
+        assert kernel_row([*timed("trifast", (0,), version=version), run], "trifast").values["bitwise"].text == shown
+    unknown = run.model_copy(update={"implementation_version": None})
+    assert kernel_row([*timed("trifast", (0,)), unknown], "trifast").values["bitwise"].text == "\u2013"
+    assert kernel_row([*timed("sdpa", (0,)), syn.determinism("sdpa")], "sdpa").values["bitwise"].text == "yes"  # none in both
+
+
+@pytest.mark.parametrize("name", ["kernel_time", "kernel_time_multiplication", "kernel_time_module"])
+def test_the_caption_says_what_the_bitwise_column_is_of(name):
+    caption = build(name, []).caption
+    assert "same size" in caption and "mask" in caption and "rows without all cases are not compared" in caption
 
 
 @pytest.mark.parametrize(
