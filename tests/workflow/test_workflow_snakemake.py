@@ -160,7 +160,8 @@ def test_a_folder_of_another_configuration_is_refused_once_before_any_rule(run: 
 def test_make_tells_of_a_file_that_is_not_there_and_of_nothing_else(run: Any, config: str, site: str) -> None:
     old = [word for target in (".venv/installed", "kernels") for word in ("-o", target)]
     values = [f"BIN={Path(sys.executable).parent}", f"CONFIG={config}", f"SITE={site}", f"RESULTS={run.results}"]
-    done = run.call(["make", *old, "run", *values])
+    outer = ["env", "-u", "MAKEFLAGS", "-u", "MAKELEVEL"]  # of the make that runs the tests
+    done = run.call([*outer, "make", *old, "run", *values])
     assert done.returncode != 0
     error, of_make = told(done.stdout)
     assert error.startswith("error: config/") and ": no such file; this folder has config/" in error
