@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pipeline.config import ExperimentConfig
-from pipeline.folder import FolderError, RunFolder
-from pipeline.plan import plan
+from pipeline.folder import FolderError, RunFolder, lost
 from pipeline.records import Record, Status
 
 
@@ -17,8 +16,7 @@ def archive(source: RunFolder, target: RunFolder, config: ExperimentConfig) -> i
     records, and for a target that is a run folder or an archive with numbers that the run lacks; raises
     :class:`pipeline.records.DamagedRecord` for a record that cannot be read. Nothing is written then.
     """
-    planned = {cell.id for cell in plan(config)}
-    missing = [cell.id for cell in plan(source.read_config()) if cell.id not in planned]
+    missing = lost(source.read_config(), config)
     if missing:
         raise FolderError(
             f"the configuration lacks {len(missing)} cells of {source.root}, such as {missing[0]}; name one that has them all"
@@ -28,14 +26,14 @@ def archive(source: RunFolder, target: RunFolder, config: ExperimentConfig) -> i
     records = source.store.read_whole()
     if not records:
         raise FolderError(f"{source.root} holds no records to archive; name the folder of a run")
-    lost = sorted(_numbers(target.store.read_whole()) - _numbers(records))
-    if lost:
+    more = sorted(_numbers(target.store.read_whole()) - _numbers(records))
+    if more:
         raise FolderError(
-            f"{target.root} has numbers of {len(lost)} cells that {source.root} lacks, such as {lost[0]}; put the two together with "
+            f"{target.root} has numbers of {len(more)} cells that {source.root} lacks, such as {more[0]}; put the two together with "
             f"`python -m pipeline gather results/<name> {source.root} {target.root}`, name another folder, or remove that one"
         )
     target.adopt(config)
-    return source.store.write_archive(target.root)
+    return target.store.write_archive(records)
 
 
 def _numbers(records: Iterable[Record]) -> set[str]:

@@ -25,6 +25,7 @@ from pipeline.cells import Cell
 from pipeline.config import ExperimentConfig, dump
 from pipeline.loading import read_mapping, validate
 from pipeline.plan import plan
+from pipeline.provenance import machine
 from pipeline.records import RecordStore, write_atomically
 from pipeline.todo import Pending, pending
 
@@ -64,22 +65,25 @@ class RunFolder:
                 f"make a run folder of it with `{command}` and give that to --results"
             )
 
-    def adopt(self, config: ExperimentConfig) -> None:
-        """Make the folder one of ``config``. Raises :class:`FolderError` when it is one of another configuration."""
+    def refuse_other(self, config: ExperimentConfig) -> None:
+        """Raise :class:`FolderError` when the folder is one of another configuration than ``config``."""
         if self.config_path.exists():
             old = self.read_config()
-            if old == config:
-                return
-            kept = {cell.id for cell in plan(config)}
-            lost = [cell.id for cell in plan(old) if cell.id not in kept]
-            if lost:
+            if old != config and (missing := lost(old, config)):
                 raise FolderError(
-                    f"{self.root} belongs to another configuration: {len(lost)} of its cells are not in this one, such as {lost[0]}.\n"
+                    f"{self.root} belongs to another configuration: {len(missing)} of its cells are not in this one, "
+                    f"such as {missing[0]}.\n"
                     f"Different: {'; '.join(differences(old, config))}.\n"
                     f"Use another --results folder, change the configuration back (it is in {self.config_path}), or remove the folder."
                 )
         elif self.root.is_dir() and any(self.store.root.glob("*/*.json")):
             raise FolderError(f"{self.root} has records and no config.yaml to tell what they are; use another --results folder")
+
+    def adopt(self, config: ExperimentConfig) -> None:
+        """Make the folder one of ``config``. Raises :class:`FolderError` when it is one of another configuration."""
+        if self.config_path.exists() and self.read_config() == config:
+            return
+        self.refuse_other(config)
         write_atomically(self.config_path, dump(config))
 
     def pending(self, cells: Iterable[Cell], kernel_digest: str, *, on_gpus: bool = False) -> Pending:
@@ -91,9 +95,9 @@ class RunFolder:
         self.store.remove_leftovers({cell.experiment for cell in cells})
         left = pending(cells, self.store, kernel_digest, on_gpus=on_gpus)
         if left.items and left.of_gpu:
-            gpu = (left.of_gpu[0].environment.get("gpu") or {}).get("name", "a GPU")
+            first = left.of_gpu[0]
             raise FolderError(
-                f"{self.root} holds records of {gpu} (such as {left.of_gpu[0].cell_id}), and this run computes on the CPU the "
+                f"{self.root} holds records of {machine(first.environment)} (such as {first.cell_id}), and this run computes on the CPU the "
                 f"{len(left.items)} cells that are left: carry on where there is such a GPU, or use another --results folder"
             )
         return left
@@ -136,6 +140,12 @@ def _unusable(path: Path, error: OSError) -> FolderError:
     return FolderError(
         f"cannot write {path}: {error.strerror}; make room, correct the permissions or use another --results folder, and start again"
     )
+
+
+def lost(old: ExperimentConfig, new: ExperimentConfig) -> list[str]:
+    """The ids of the cells of ``old`` that ``new`` lacks."""
+    kept = {cell.id for cell in plan(new)}
+    return [cell.id for cell in plan(old) if cell.id not in kept]
 
 
 def differences(old: ExperimentConfig, new: ExperimentConfig) -> list[str]:

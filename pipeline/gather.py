@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pipeline.config import ExperimentConfig
 from pipeline.folder import FolderError, RunFolder
 from pipeline.plan import plan
+from pipeline.provenance import machine
 from pipeline.records import Record, Status
 
 
@@ -80,12 +81,12 @@ def _rank(record: Record) -> tuple[bool, int, str]:
 def _refuse_two_cards(records: Iterable[Record]) -> None:
     cards: dict[str, str] = {}
     for record in records:
-        gpu = record.environment.get("gpu")
-        if record.status is not Status.OK or not gpu:
+        if record.status is not Status.OK or not record.environment.get("gpu"):
             continue
-        first = cards.setdefault(record.cell_id, gpu["name"])
-        if first != gpu["name"]:
-            raise FolderError(f"{record.cell_id} has numbers of {first} and of {gpu['name']}; gather the runs of one kind of GPU at a time")
+        card = machine(record.environment)
+        first = cards.setdefault(record.cell_id, card)
+        if first != card:
+            raise FolderError(f"{record.cell_id} has numbers of {first} and of {card}; gather the runs of one kind of GPU at a time")
 
 
 def _all(source: RunFolder) -> Iterable[Record]:

@@ -49,7 +49,7 @@ class Executor(Protocol):
     """Where cells are computed."""
 
     def prepare(self, items: Sequence[Item]) -> None:
-        """Raise :class:`LaunchError` when the items cannot be computed there. Comes first; changes nothing."""
+        """Raise :class:`LaunchError` when the items cannot be computed there. Comes first; touches no record."""
 
     def execute(self, items: Sequence[Item], event: Event) -> None:
         """Compute the items; returns when all of them ended. Stops and cleans up when :class:`Stopped` is raised in it."""

@@ -16,7 +16,7 @@ import math
 import os
 import socket
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -236,14 +236,10 @@ class RecordStore:
             raise reading.damaged[0]
         return reading.records
 
-    def write_archive(self, target: Path) -> int:
-        """Write all records into ``target/records.jsonl.gz`` in one step, the same bytes for the same records; returns how many.
-
-        Raises :class:`DamagedRecord` when one cannot be read: an archive is whole or not written.
-        """
-        records = self.read_whole()
+    def write_archive(self, records: Sequence[Record]) -> int:
+        """Write the records as the archive in one step, the same bytes for the same records; returns how many."""
         text = "".join(record.model_dump_json() + "\n" for record in records)
-        write_atomically(target / self.archive.name, gzip.compress(text.encode(), mtime=0))
+        write_atomically(self.archive, gzip.compress(text.encode(), mtime=0))
         return len(records)
 
     def set_aside(self, path: Path) -> Path:

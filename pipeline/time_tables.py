@@ -63,9 +63,9 @@ def _kernel_section(title: str, rows: pd.DataFrame, data: pd.DataFrame, order: S
     for (n, slices), at_size in split(rows, "n", "slices"):
         size = str(n) if slices in (0, n) else f"{n} (I = {slices})"
         parts = by_implementation(at_size, order)
-        block = [_kernel_row(size, part, at_size, data, usual) for part in parts]
-        # a row that lost its slow cases has a small mean
-        compared = [row for row, part in zip(block, parts, strict=True) if not not_compared(part, at_size)]
+        reasons = [not_compared(part, at_size) for part in parts]  # a row that lost its slow cases has a small mean
+        block = [_kernel_row(size, part, why, data, usual) for part, why in zip(parts, reasons, strict=True)]
+        compared = [row for row, why in zip(block, reasons, strict=True) if not why]
         stock = [row for row in compared if row.data["implementation"] == PLAIN[operator] and "ms.both" in row.values]
         base = stock[0].values["ms.both"].raw if stock else None
         for row in compared:
@@ -82,8 +82,8 @@ def _kernel_section(title: str, rows: pd.DataFrame, data: pd.DataFrame, order: S
     return Section(title, columns, out, keys, labels=2, note=note)
 
 
-def _kernel_row(size: str, part: pd.DataFrame, at_size: pd.DataFrame, data: pd.DataFrame, usual: float) -> Row:
-    """One row of those ``at_size``; ``usual`` is the yardstick's time in the whole section, NaN without one."""
+def _kernel_row(size: str, part: pd.DataFrame, remark: str | None, data: pd.DataFrame, usual: float) -> Row:
+    """One row, ``remark`` the first of its remarks; ``usual`` is the yardstick's time in the whole section, NaN without one."""
     operator = summary.operator_of(part)
     n, slices = int(part["n"].iloc[0]), int(part["slices"].iloc[0])
     row = Row({"n": Value(size, n), "name": name_value(part)}, data={"n": n, "size": _size(n, slices), **csv_data(part)})
@@ -95,7 +95,7 @@ def _kernel_row(size: str, part: pd.DataFrame, at_size: pd.DataFrame, data: pd.D
         row.reason = gate.reason
         row.data["status"] = "gated"
         return row
-    remarks = [not_compared(part, at_size)]
+    remarks = [remark]
     for key in DIRECTIONS:
         row.values[f"ms.{key}"] = number(mean(part, f"ms.{key}"))
         row.data |= {f"ms.{key}{suffix}": mean(part, f"ms.{key}{suffix}") for suffix in ("", ".p10", ".p90")}

@@ -25,7 +25,6 @@ from pipeline.config import ExperimentConfig
 from pipeline.folder import FolderError, RunFolder
 from pipeline.launch import check_fit
 from pipeline.loading import ConfigError, nearest
-from pipeline.plan import plan
 from pipeline.site import Site
 
 
@@ -79,9 +78,7 @@ def check(config: ExperimentConfig, site: Site, results: Path, arguments: Sequen
         check_fit(config, site)
         folder = RunFolder(results)
         folder.refuse_archive()
-        planned = {cell.id for cell in plan(config)}
-        if folder.config_path.exists() and any(cell.id not in planned for cell in plan(folder.read_config())):
-            folder.adopt(config)  # refuses, and says how the two differ; nothing is written before a run begins
+        folder.refuse_other(config)
 
 
 @contextmanager

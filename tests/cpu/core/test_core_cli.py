@@ -66,7 +66,7 @@ def archived(folder: RunFolder, tmp_path: Path) -> RunFolder:
         folder.store.write(failure(cell, Status.FAILED, "why", kernel_digest="k"))
     found = RunFolder(tmp_path / "archive")
     found.adopt(CONFIG)
-    folder.store.write_archive(found.root)
+    found.store.write_archive(folder.store.read_whole())
     return found
 
 

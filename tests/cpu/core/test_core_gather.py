@@ -147,7 +147,7 @@ def test_an_archived_run_is_carried_on_in_a_run_folder(
     sitting(tmp_path / "run", {"eager": OK})
     archived = RunFolder(tmp_path / "archive")
     archived.adopt(config())
-    RunFolder(tmp_path / "run").store.write_archive(archived.root)
+    archived.store.write_archive(RunFolder(tmp_path / "run").store.read_whole())
     before = archived.store.archive.read_bytes()
 
     print_status(archived.root)
