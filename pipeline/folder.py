@@ -97,8 +97,8 @@ class RunFolder:
         if left.items and left.of_gpu:
             first = left.of_gpu[0]
             raise FolderError(
-                f"{self.root} holds records of {machine(first.environment)} (such as {first.cell_id}), and this run computes on the CPU the "
-                f"{len(left.items)} cells that are left: carry on where there is such a GPU, or use another --results folder"
+                f"{self.root} holds records of {machine(first.environment)} (such as {first.cell_id}), and this run computes on the CPU "
+                f"the {len(left.items)} cells that are left: carry on where there is such a GPU, or use another --results folder"
             )
         return left
 
