@@ -2,8 +2,8 @@
 # make test   linters, types and every test that this machine can run
 #
 # Both make .venv from requirements.lock at the first call and when it changes. make run CONFIG=... SITE=... for other experiments and
-# places; RESULTS=... for another folder. Without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu makes the first call
-# fetch less.
+# places; RESULTS=... for another folder than results/<name in the configuration>. Without a GPU,
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu makes the first call fetch less.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
@@ -12,7 +12,7 @@ SHELL := /bin/bash
 
 CONFIG ?= config/smoke.yaml
 SITE ?= build/site.yaml
-RESULTS ?= results/$(basename $(notdir $(CONFIG)))
+RESULTS ?=
 TESTS ?= tests
 IMAGE ?= containers/image.yaml
 PYTHON ?=
@@ -62,17 +62,23 @@ build:
 site: $(READY) | build
 	@$(BIN)/python -m pipeline site --write build/site.yaml
 
+# As a shell word: without RESULTS the folder is that of `pipeline run`, by the name that is in the configuration, not by that of the file.
+NAME := from pathlib import Path; from pipeline.config import read; print(read(Path("$(CONFIG)")).name)
+FOLDER = $(if $(RESULTS),'$(RESULTS)',results/"$$($(BIN)/python -c '$(NAME)')")
+
 run: $(READY) kernels $(if $(filter build/site.yaml,$(SITE)),site)
 	@profile=local; if grep -qs '^executor: slurm' '$(SITE)'; then profile=slurm; fi; \
 	$(BIN)/python -m pipeline workflow --profile config/profiles/$$profile \
-	    --config config='$(CONFIG)' site='$(SITE)' results='$(RESULTS)' || { status=$$?; \
+	    --config config='$(CONFIG)' site='$(SITE)' $(if $(RESULTS),results='$(RESULTS)') || { status=$$?; \
 	    if [ $$status = 1 ]; then \
-	        echo "the workflow failed; its logs are in $(RESULTS)/jobs/logs, its state: $(BIN)/python -m pipeline status $(RESULTS)" >&2; \
+	        folder=$(FOLDER); \
+	        echo "the workflow failed; its logs are in $$folder/jobs/logs, its state: $(BIN)/python -m pipeline status $$folder" >&2; \
 	    fi; exit $$status; }  # 2: nothing began, 128 and more: stopped; both were said
-	@$(BIN)/python -m pipeline show claims '$(RESULTS)'
-	@printf '%s\n' '' 'tables:  $(RESULTS)/tables (Markdown, LaTeX, CSV)' 'figures: $(RESULTS)/figures' 'claims:  $(RESULTS)/claims.md' \
-	    'report:  $(RESULTS)/report.html (open it in a browser)' \
-	    'here:    $(BIN)/python -m pipeline show accuracy $(RESULTS)'
+	@folder=$(FOLDER); \
+	$(BIN)/python -m pipeline show claims "$$folder"; \
+	printf '%s\n' '' "tables:  $$folder/tables (Markdown, LaTeX, CSV)" "figures: $$folder/figures" "claims:  $$folder/claims.md" \
+	    "report:  $$folder/report.html (open it in a browser)" \
+	    "here:    $(BIN)/python -m pipeline show accuracy $$folder"
 
 # The image: SIF file or OCI archive in build/container, see containers/README.md. Nothing is built when nothing changed.
 container: $(READY)

@@ -29,7 +29,7 @@ REMOVED = (0.28, 0.47)
 #: Two mean errors closer than this share are level: a draw for the lowest place is still the lowest.
 LEVEL = 0.005
 STEP_GPUS, STEP_BACKENDS, STEP_CROP = 16, 8, 768
-#: Endings that say a back end cannot do the step; the others (cancelled, lost with its node, not installed, another GPU) say nothing of it.
+#: Endings that say an implementation cannot do a case; the others (cancelled, lost with its node, not installed, another GPU) say nothing.
 DEFEATS = (Status.FAILED, Status.OOM, Status.TIMEOUT)
 SPEEDUPS = {"triton": 1.73, "cuequivariance": 1.13}
 #: What of the same project computes the attention alone: told beside the claim, which compares it with attention and multiplication.
@@ -96,6 +96,11 @@ def _experiment(data: pd.DataFrame, name: str) -> pd.DataFrame:
     return summary.of(data, name)
 
 
+def _of_turbopair(part: pd.DataFrame) -> pd.Series:
+    """Which rows are of this repository's kernels."""
+    return part["implementation"].isin([name for name in part["implementation"].unique() if summary.is_turbopair(name)])
+
+
 def _why_not(part: pd.DataFrame, what: str) -> str:
     """Why there is no number: not planned, or the reasons in the records."""
     return summary.shortfall(part) or f"no {what} in this run" if len(part) else f"no {what} in this run"
@@ -151,15 +156,32 @@ def _scope(device: str, *parts: str) -> str:
     return "; ".join(filter(None, ["" if on_gpu(device) else "CPU emulation", *parts]))
 
 
+def _tried(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows that have numbers, or a defeat; what was not run says nothing."""
+    return rows[rows["ok"] | rows["status"].isin(DEFEATS)]
+
+
+def _only_others(lost: pd.DataFrame, others: pd.DataFrame) -> str:
+    """How many of the cases ``lost`` the ``others`` have numbers of, in words; empty if none: what nobody could do decides nothing."""
+    cases = lost[CASE].drop_duplicates().merge(others.loc[others["ok"], CASE].drop_duplicates(), on=CASE)
+    return f"{_count(len(cases), 'case')} that only others could do" if len(cases) else ""
+
+
 def _residual(data: pd.DataFrame, device: str) -> Claim:
     statement = "The output residual cuts the RMSE of dQ, dK and dBias: turbopair (paper) against turbopair (plain)"
     paper = "by 28 to 47 %"
     part = _experiment(data, "ablation")
-    part = part[part["implementation"].isin(["turbopair.plain", "turbopair.paper"])] if len(part) else part
-    paired = removed_shares(part) if len(part) else part
-    if paired.empty:
+    part = part[part["implementation"].isin(["turbopair.plain", "turbopair.paper"])]
+    plain = part[part["ok"] & (part["implementation"] == "turbopair.plain")]
+    tried = _tried(part[part["implementation"] == "turbopair.paper"]).merge(plain[CASE].drop_duplicates(), on=CASE)
+    if tried.empty:
         return Claim("residual", statement, paper, ABSENT, device, "0", Verdict.NOT_RUN, _why_not(part, "ablation"))
-    rows, of_class, judged = _basis(paired)
+    basis, of_class, judged = _basis(tried)
+    paired, lost, failed = removed_shares(part), not basis["ok"].all(), summary.shortfall(part) or ""
+    rows = paired[paired["cell_id"].isin(basis["cell_id"])]
+    if rows.empty:
+        verdict = Verdict.NOT_REPRODUCED if judged else Verdict.NOT_RUN
+        return Claim("residual", statement, paper, ABSENT, device, "0", verdict, _scope(device, failed))
     cases, coverage = _coverage(rows)
     shares = {t: float(rows[f"removed.{t}"].mean()) for t in CORRECTED}
     measured = ", ".join(f"{SYMBOL[t]} {100 * s:.1f} %" for t, s in shares.items()) + f" ({of_class})"
@@ -173,11 +195,11 @@ def _residual(data: pd.DataFrame, device: str) -> Claim:
     rounded = [round(s, 2) for s in shares.values()]
     if not judged:
         verdict, coverage = Verdict.NOT_RUN, _other_sizes(rows)
-    elif any(math.isnan(s) for s in rounded) or min(rounded) < REMOVED[0]:
+    elif lost or any(math.isnan(s) for s in rounded) or min(rounded) < REMOVED[0]:
         verdict = Verdict.NOT_REPRODUCED
     else:
         verdict = Verdict.EXCEEDED if max(rounded) > REMOVED[1] else Verdict.REPRODUCED
-    return Claim("residual", statement, paper, measured, device, cases, verdict, _scope(device, coverage))
+    return Claim("residual", statement, paper, measured, device, cases, verdict, _scope(device, coverage, failed))
 
 
 def _lowest(data: pd.DataFrame, device: str, own: str) -> Claim:
@@ -185,21 +207,25 @@ def _lowest(data: pd.DataFrame, device: str, own: str) -> Claim:
     statement = f"Lowest mean RMSE of dQ, dK and dBias among the implementations compared: {label(own)}"
     paper = "lowest of all three"
     part = _experiment(data, "accuracy")
-    done = part[part["ok"]] if len(part) else part
-    if done.empty or not (done["implementation"] == own).any():
-        mine = part[part["implementation"] == own] if len(part) else part
+    mine, done = part[part["implementation"] == own], part[part["ok"] & ~_of_turbopair(part)]
+    tried, failed = _tried(mine), summary.shortfall(mine) or ""
+    if tried.empty:
         return Claim(key, statement, paper, ABSENT, device, "0", Verdict.NOT_RUN, _why_not(mine, f"accuracy of {label(own)}"))
-    rows, of_class, judged = _basis(done[done["implementation"] == own])
+    basis, of_class, judged = _basis(tried)
+    rows, beaten = basis[basis["ok"]], _only_others(basis[~basis["ok"]], done)
+    if rows.empty:
+        if judged and beaten:
+            return Claim(key, statement, paper, ABSENT, device, "0", Verdict.NOT_REPRODUCED, _scope(device, beaten, failed))
+        return Claim(key, statement, paper, ABSENT, device, "0", Verdict.NOT_RUN, failed)
     cases, coverage = _coverage(rows)
     shared = rows[CASE].drop_duplicates()
     others = {str(name): group.merge(shared, on=CASE) for name, group in done.groupby("implementation", sort=True)}
-    others = {name: same for name, same in others.items() if not summary.is_turbopair(name)}
     peers = {name: same for name, same in others.items() if len(same) == len(shared)}
     # A peer that lost a case is not out of it: on those that it has, it can contradict the claim, though not confirm it alone.
     partial = {name: same for name, same in others.items() if 0 < len(same) < len(shared)}
     errors = {name: _errors(rows, same) for name, same in (peers | partial).items()}
     above = [name for name in partial if any(_relation(*pair) == "above" for pair in errors[name].values())]
-    texts, verdict = [], Verdict.NOT_REPRODUCED if above else Verdict.REPRODUCED
+    texts, verdict = [], Verdict.NOT_REPRODUCED if above or beaten else Verdict.REPRODUCED
     for t in CORRECTED if peers else ():
         compared = {name: errors[name][t] for name in peers if t in errors[name]}
         if not compared:
@@ -210,9 +236,9 @@ def _lowest(data: pd.DataFrame, device: str, own: str) -> Claim:
         texts.append(f"{SYMBOL[t]} {value:.2e}, {relation} {label(best)} {error:.2e}")
         if relation == "above":
             verdict = Verdict.NOT_REPRODUCED
-    if not peers and not above:
+    if not peers and not above and not beaten:
         return Claim(key, statement, paper, ABSENT, device, cases, Verdict.NOT_RUN, "no other implementation measured on the same cases")
-    scope = [coverage, *(f"above {label(n)} on the {_count(len(partial[n]), 'case')} that it has" for n in above)]
+    scope = [coverage, *(f"above {label(n)} on the {_count(len(partial[n]), 'case')} that it has" for n in above), beaten]
     if not judged:
         verdict, scope = Verdict.NOT_RUN, [_other_sizes(rows)]
     measured = "; ".join(texts or [ABSENT]) + f" ({of_class}, {_count(len(peers), 'other')} compared)"
@@ -222,7 +248,7 @@ def _lowest(data: pd.DataFrame, device: str, own: str) -> Claim:
     measured += f"; fewer cases: {', '.join(fewer)}" if fewer else ""
     none = [label(name) for name, same in others.items() if same.empty]
     measured += f"; none of these cases: {', '.join(none)}" if none else ""
-    return Claim(key, statement, paper, measured, device, cases, verdict, _scope(device, *scope))
+    return Claim(key, statement, paper, measured, device, cases, verdict, _scope(device, *scope, failed))
 
 
 def _errors(own: pd.DataFrame, peer: pd.DataFrame) -> dict[str, tuple[float, float]]:
@@ -256,10 +282,13 @@ def _dtypes(rows: pd.DataFrame) -> set[str]:
 def _bitwise(data: pd.DataFrame, device: str) -> Claim:
     statement = "dQ, dK, dV and dBias are bitwise equal over 5 calls in every case (every turbopair precision that was run)"
     paper = "600/600 cases"
-    part = _experiment(data, "determinism")
-    part = part[part["implementation"].map(summary.is_turbopair)] if len(part) else part
-    done = part[part["ok"]] if len(part) else part
+    everything = _experiment(data, "determinism")
+    part, peers = everything[_of_turbopair(everything)], everything[~_of_turbopair(everything)]
+    tried, failed = _tried(part), summary.shortfall(part) or ""
+    done, lost = tried[tried["ok"]], tried[~tried["ok"] & _lengths_of_paper(tried)]
     if done.empty:
+        if on_gpu(device) and (beaten := _only_others(lost, peers)):
+            return Claim("bitwise", statement, paper, ABSENT, device, "0", Verdict.NOT_REPRODUCED, _scope(device, beaten, failed))
         return Claim("bitwise", statement, paper, ABSENT, device, "0", Verdict.NOT_RUN, _why_not(part, "determinism of turbopair"))
     counts = {str(name): (equal_cases(group), len(group)) for name, group in done.groupby("implementation", sort=True)}
     calls = int(metric(done, "calls").min()) if len(metric(done, "calls")) else 0
@@ -275,8 +304,8 @@ def _bitwise(data: pd.DataFrame, device: str) -> Claim:
         return Claim("bitwise", statement, paper, measured, device, cases, Verdict.NOT_RUN, f"only {calls} calls a case, the claim has 5")
     if not _lengths_of_paper(done).any():
         return Claim("bitwise", statement, paper, measured, device, cases, Verdict.NOT_RUN, _other_sizes(done))
-    failed = summary.shortfall(part)
-    return Claim("bitwise", statement, paper, measured, device, cases, Verdict.REPRODUCED, _scope(device, coverage, failed or ""))
+    verdict = Verdict.REPRODUCED if lost.empty else Verdict.NOT_REPRODUCED  # in every case, it says
+    return Claim("bitwise", statement, paper, measured, device, cases, verdict, _scope(device, coverage, failed))
 
 
 def _step_rows(data: pd.DataFrame, crop: int | None = None) -> tuple[pd.DataFrame, int]:

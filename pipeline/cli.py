@@ -340,13 +340,15 @@ def _write_tables(root: Path) -> bool:
     """Write them, and say where and what is odd about them; whether any cell of the run has succeeded."""
     from pipeline.config import load_plugins
     from pipeline.folder import RunFolder
+    from pipeline.provenance import machine
+    from pipeline.summary import on_gpu
     from pipeline.tables import write_all
 
     folder = RunFolder(root)
     config = folder.read_config()
     load_plugins(config)
     reading = _read(folder)
-    gpus = sorted({str(gpu["name"]) for record in reading.records if (gpu := record.environment.get("gpu"))})
+    gpus = sorted({name for record in reading.records if on_gpu(name := machine(record.environment))})
     if len(gpus) > 1:
         typer.echo(f"warning: records of {len(gpus)} GPU models in one run ({', '.join(gpus)}); the tables keep them apart", err=True)
     succeeded = any(record.status == "ok" for record in reading.records)

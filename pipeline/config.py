@@ -32,21 +32,8 @@ from pipeline.loading import ConfigError, nearest, override, read_mapping, valid
 Precision = Literal["plain", "paper", "split_p", "exact"]
 
 
-def _one_backend(value: Any) -> Any:
-    """An entry that asks for several back ends at once (``a+b``, ``[a, b]``, ``{a: true, b: true}``) is refused by name."""
-    several: list[str] = []
-    if isinstance(value, str):
-        for separator in ("+", ",", " "):
-            if separator in value.strip():
-                several = [part.strip() for part in value.split(separator) if part.strip()]
-                break
-    elif isinstance(value, list):
-        several = [str(part) for part in value]
-    elif isinstance(value, dict):
-        several = [str(name) for name, used in value.items() if used]
-    if len(several) > 1:
-        raise ValueError(f"two back ends in one entry: {' and '.join(several)}; a training step uses one, give each its own entry")
-    return value
+#: Most recycles of a step with which OpenFold3 0.5.0 trains.
+MOST_RECYCLES = 3
 
 
 class Section(BaseModel):
@@ -278,20 +265,20 @@ BLOCKS: dict[Operator, str] = {"triangle_multiplication": "multiplication", "att
 class StepTime(Section):
     """Time of one optimizer step of OpenFold3."""
 
-    backends: list[Annotated[str, BeforeValidator(_one_backend)]] = Field(min_length=1)
-    """Back ends of the pair stack, one configuration an entry."""
+    backends: list[str] = Field(min_length=1)
+    """Back ends of the pair stack; a step uses one."""
     crops: list[Positive] = Field(default=[384, 640, 768], min_length=1)
     """Number of tokens of a sample."""
     nodes: StrictInt = Field(default=1, ge=1)
-    """Number of nodes of the job."""
+    """Number of nodes of the job; more than one need a Slurm site."""
     ranks_per_node: Numbers = Field(default=[1], min_length=1)
     """Number of processes, and GPUs, a node; several numbers measure how a step scales."""
     steps: StrictInt = Field(default=10, ge=1)
     """Number of measured steps."""
     warmup_steps: StrictInt = Field(default=3, ge=1)
     """Steps before the first measured one."""
-    recycles: StrictInt = Field(default=3, ge=0)
-    """Number of recycles, fixed so that steps compare."""
+    recycles: StrictInt = Field(default=3, ge=0, le=MOST_RECYCLES)
+    """Number of recycles, 0 to 3, fixed so that steps compare."""
     size: Literal["full", "reduced"] = "full"
     """The published model, or one of reduced depth for machines without a GPU."""
     phase_steps: StrictInt = Field(default=3, ge=0)
@@ -301,14 +288,9 @@ class StepTime(Section):
     cell_timeout_s: StrictFloat = Field(default=3600, gt=0)
     """A cell that takes longer is stopped and recorded as timed out."""
 
-    @field_validator("backends", mode="before")
+    @field_validator("backends", "crops", "ranks_per_node")
     @classmethod
-    def _list_of_entries(cls, value: Any) -> Any:
-        return [_one_backend(value)] if isinstance(value, str | dict) else value
-
-    @field_validator("ranks_per_node")
-    @classmethod
-    def _different_numbers(cls, value: list[int]) -> list[int]:
+    def _different(cls, value: list[Any]) -> list[Any]:
         return no_duplicates(value)
 
 
@@ -325,8 +307,8 @@ class Stability(Section):
     """Number of steps of a run."""
     every: StrictInt = Field(default=20, ge=1)
     """The gradient is compared with the fp32 one at the first of so many steps."""
-    recycles: StrictInt = Field(default=0, ge=0)
-    """Number of recycles, fixed."""
+    recycles: StrictInt = Field(default=0, ge=0, le=MOST_RECYCLES)
+    """Number of recycles, 0 to 3, fixed."""
     size: Literal["full", "reduced"] = "reduced"
     """One or two blocks a stack, or the published depth."""
     seed: StrictInt = Field(default=0, ge=0)
@@ -365,6 +347,14 @@ class ExperimentConfig(Section):
     """The same experiments on triangle multiplication."""
     module: AttentionModule | None = None
     """The same experiments on the whole attention module."""
+
+    @field_validator("plugins")
+    @classmethod
+    def _whole_names(cls, value: list[str]) -> list[str]:
+        for name in value:
+            if not name or name.startswith("."):
+                raise ValueError(f"{name!r} is not the name of a module; give the whole name, such as my_package.peers")
+        return value
 
     @model_validator(mode="after")
     def _something_to_do(self) -> Self:

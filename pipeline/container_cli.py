@@ -27,9 +27,13 @@ def _clear_errors(command: Callable[P, None]) -> Callable[P, None]:
         from pipeline.container_image import ImageError
         from pipeline.container_selftest import SelfTestError
         from pipeline.loading import ConfigError
+        from pipeline.records import RecordWriteError
 
         try:
             command(*args, **kwargs)
+        except RecordWriteError as error:
+            typer.echo(f"error: {error.strerror}", err=True)
+            raise typer.Exit(2) from None
         except (BuildError, ConfigError, DefinitionError, ImageError, SelfTestError) as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(2) from None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import importlib.util
 import json
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,12 +19,13 @@ if TYPE_CHECKING:
     from pipeline.implementations import Implementation
 
 COMPILED = "deepspeed.ops.evoformer_attn_op"
+MEGAFOLD = "MegaFold (FusedEvoAttention)"
 #: What is imported of each distribution when it is used; a test holds the names against the registry. DeepSpeed's operator must have been
 #: compiled in the build: nodes have no nvcc.
 MODULES = {
     "cuequivariance-torch": ("cuequivariance_torch", "cuequivariance_ops_torch.triangle_attention"),
     "deepspeed": ("deepspeed.ops.deepspeed4science", COMPILED),
-    "MegaFold (FusedEvoAttention)": ("evoformer",),
+    MEGAFOLD: ("evoattention", "evoformer"),
     "miniworld-engine": ("miniworld_engine.kernels", "miniworld_engine.ops"),
     "openfold3": (
         "openfold3.core.model.primitives.attention",
@@ -98,14 +101,21 @@ def _backend(one: Implementation, no_library: str | None) -> Backend:
 
     try:
         version = one.version()
-        for module in MODULES.get(one.distribution or "", ()):
+        for module in _modules(one.distribution or ""):
             one.module(module)
     except NotInstalled as error:
         if any(text in str(error) for text in OF_THE_DRIVER) and not has_driver():
             return Backend(version=one.version(), reason=f"not tried: the build has no NVIDIA driver, and it needs one ({error})")
         return Backend(reason=str(error))
-    native = one.operator == "triangle_attention" and one.name.startswith("turbopair.") and no_library is not None
-    return Backend(version=version, reason=f"on CPU tensors only: {no_library}" if native else None)
+    # turbopair's attention, alone or in the module; its multiplication is Triton's
+    native = one.operator != "triangle_multiplication" and one.name.partition(".")[0] == "turbopair"
+    return Backend(version=version, reason=f"on CPU tensors only: {no_library}" if native and no_library is not None else None)
+
+
+def _modules(distribution: str) -> Sequence[str]:
+    """What is imported of a distribution here: of MegaFold the first of its modules that is there, as its implementation does."""
+    names = MODULES.get(distribution, ())
+    return names if distribution != MEGAFOLD else [name for name in names if importlib.util.find_spec(name) is not None][:1]
 
 
 def has_driver() -> bool:

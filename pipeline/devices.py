@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 
 #: A device for PyTorch, and the environment variables that make it the only visible one.
@@ -30,7 +31,13 @@ def gpus() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return [str(number) for number in range(count)]
-    return [entry.strip() for entry in visible.split(",") if entry.strip()][:count]
+    entries = [entry.strip() for entry in visible.split(",")]
+    # as CUDA does: the first entry that is none, such as -1, hides itself and all that follow
+    return list(takewhile(lambda entry: _is_gpu(entry, count), entries))[:count]
+
+
+def _is_gpu(entry: str, count: int) -> bool:
+    return int(entry) < count if entry.isdecimal() else entry.startswith(("GPU-", "MIG-"))
 
 
 def _driver_count() -> int:

@@ -15,6 +15,7 @@ from rich.text import Text
 from pipeline import devices, slurm_state
 from pipeline import site as sites
 from pipeline.site import SlurmSite
+from pipeline.slurm import unknown_partitions
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,8 @@ def _slurm(site: sites.Site) -> Iterator[Finding]:
         yield Finding("submitit", False if asked else None, "not installed", "pip install 'submitit>=1.5.3'")
     else:
         yield Finding("submitit", True, submitit.__version__)
-    if isinstance(site, SlurmSite) and site.partition and site.partition not in existing:
-        yield Finding("site: partition", False, f"{site.partition} does not exist", f"one of {', '.join(existing)}")
+    for name in unknown_partitions(site, existing) if isinstance(site, SlurmSite) else ():
+        yield Finding("site: partition", False, f"{name} does not exist", f"one of {', '.join(existing)}")
 
 
 def _containers(site: sites.Site) -> Iterator[Finding]:

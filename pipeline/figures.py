@@ -21,6 +21,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLoca
 
 from pipeline import summary
 from pipeline.cells import TABLES
+from pipeline.claims import REMOVED
 from pipeline.quality_tables import STEPS, equal_cases, removed_shares
 from pipeline.records import write_atomically
 from pipeline.stability_tables import curve
@@ -47,7 +48,6 @@ OTHER_DASHES = ("-", "--", ":", "-.")
 # One implementation that has another name as a back end of the step, or inside the attention module.
 SAME_LINE = {"pytorch": "eager", "openfold3": "eager", "triton": "openfold3_triton"}
 SHOWN_TIMES = {"forward_grad": "forward (keeping what the backward needs)", "backward": "backward"}
-PAPER_REMOVED = (0.28, 0.47)
 #: Steps before and after one over which the curves of a training run are averaged.
 HALF_WINDOW = 10
 STYLE: dict[str, Any] = {
@@ -80,8 +80,8 @@ def draw_all(data: pd.DataFrame, folder: Path) -> list[Drawing]:
     devices = sorted(data["device"].unique()) if len(data) else []
     for table, (experiment, operator) in TABLES.items():
         for device in devices:
-            part = data[(data["device"] == device) & (data["operator"] == operator) & data["ok"]]
-            if experiment not in draw or not (part["experiment"] == experiment).any():
+            part = data[(data["device"] == device) & (data["operator"] == operator)]
+            if experiment not in draw or _measured(part, experiment).empty:
                 continue
             with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
                 figure = draw[experiment](part)
@@ -93,6 +93,11 @@ def draw_all(data: pd.DataFrame, folder: Path) -> list[Drawing]:
                     title = f"{OF_OPERATOR[operator]}: {title if title[1].isupper() else title[0].lower() + title[1:]}"
                 drawn.append(_save(figure, table, f"{title} — {device}", device, folder / name))
     return drawn
+
+
+def _measured(part: pd.DataFrame, experiment: str) -> pd.DataFrame:
+    """The rows of an experiment that have numbers."""
+    return part[(part["experiment"] == experiment) & part["ok"]]
 
 
 def _save(figure: Figure, table: str, title: str, device: str, stem: Path) -> Drawing:
@@ -148,7 +153,7 @@ def _legend_below(figure: Figure, axes: Axes, columns: int) -> None:
 
 
 def _accuracy(part: pd.DataFrame) -> Figure | None:
-    rows = part[part["experiment"] == "accuracy"]
+    rows = _measured(part, "accuracy")
     operator = summary.operator_of(rows)
     shown = gradients(operator)
     # weights of another dtype have another floor: masters where there are any
@@ -186,7 +191,7 @@ def _accuracy(part: pd.DataFrame) -> Figure | None:
 
 
 def _determinism(part: pd.DataFrame) -> Figure | None:
-    rows = part[part["experiment"] == "determinism"]
+    rows = _measured(part, "determinism")
     operator = summary.operator_of(rows)
     names = list(dict.fromkeys(rows["implementation"]))
     keys = SHOWN[operator]
@@ -218,7 +223,7 @@ def _determinism(part: pd.DataFrame) -> Figure | None:
 
 
 def _ablation(part: pd.DataFrame) -> Figure | None:
-    paired = removed_shares(part[part["experiment"] == "ablation"])
+    paired = removed_shares(_measured(part, "ablation"))
     if paired.empty:
         return None
     families = summary.ordered(paired["family"], FAMILIES)
@@ -228,7 +233,7 @@ def _ablation(part: pd.DataFrame) -> Figure | None:
     width = 0.8 / len(steps)
     lowest = 0.0
     for axes, t in zip(grid, ("dq", "dk", "dbias"), strict=True):
-        band = axes.axhspan(*PAPER_REMOVED, color="#bbbbbb", alpha=0.45, linewidth=0, label="paper: 28 to 47 %")
+        band = axes.axhspan(*REMOVED, color="#bbbbbb", alpha=0.45, linewidth=0, label="paper: 28 to 47 %")
         for k, step in enumerate(steps):
             own = paired[paired["implementation"] == step]
             heights = [float(own.loc[own["family"] == f, f"removed.{t}"].mean()) for f in families]
@@ -248,9 +253,10 @@ def _ablation(part: pd.DataFrame) -> Figure | None:
 
 
 def _kernel_time(lines: Lines, part: pd.DataFrame) -> Figure | None:
-    rows = part[part["experiment"] == "kernel_time"]
-    shown = [summary.gate(part, row).reason is None for _, row in rows.iterrows()]
-    rows = rows[shown]
+    rows = _measured(part, "kernel_time")
+    # Of all rows, as in the table: an accuracy case that failed shuts the gate, and one call that it stops stops its row's.
+    shut = pd.Series([summary.gate(part, row).reason is not None for _, row in rows.iterrows()], rows.index, dtype=bool)
+    rows = rows[~shut.groupby([rows[name] for name in ("implementation", *summary.CLASS, *summary.SIZE)]).transform("any")]
     if rows.empty:
         return None
     operator = summary.operator_of(rows)
@@ -310,7 +316,7 @@ def _panels(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
 
 def _step_time(part: pd.DataFrame) -> Figure | None:
     """A column of panels a crop, with one scale; a row of panels a number of GPUs, with the back ends measured on it."""
-    rows = part[part["experiment"] == "step_time"]
+    rows = _measured(part, "step_time")
     device = str(rows["device"].iloc[0])
     names = list(dict.fromkeys(rows["implementation"]))  # one order in all panels
     panels: dict[tuple[int, ...], list[tuple[str, float, str]]] = {}
@@ -342,7 +348,7 @@ OF_OPERATOR = {MULTIPLICATION: "Triangle multiplication", MODULE: "Attention mod
 
 
 def _stability(lines: Lines, part: pd.DataFrame) -> Figure | None:
-    rows = part[part["experiment"] == "stability"]
+    rows = _measured(part, "stability")
     names = list(dict.fromkeys(rows["implementation"]))
     shown = {
         "loss": "loss",
@@ -359,7 +365,8 @@ def _stability(lines: Lines, part: pd.DataFrame) -> Figure | None:
                 run = group[group["implementation"] == name]
                 values = curve(run, key)
                 if key.startswith("distance"):
-                    every = int(run["every"].iloc[-1]) if len(run) and "every" in run else 1
+                    told = metric(run, "every")
+                    every = int(told.iloc[-1]) if len(told) else 1
                     points = [(every * k, v) for k, v in enumerate(values) if v > 0]  # fp32 is at no distance from itself
                     axes.plot([x for x, _ in points], [v for _, v in points], **lines[name])
                 elif values:

@@ -75,7 +75,9 @@ def gather(target: RunFolder, sources: Sequence[RunFolder], config: ExperimentCo
 
 
 def _rank(record: Record) -> tuple[bool, int, str]:
-    return record.environment.get("device") != "cpu", 2 if record.status is Status.OK else int(record.final), record.finished
+    on_gpu = record.environment.get("device") not in (None, "cpu")  # None: a failure that was told by Slurm, or by the ranks
+    standing = {Status.OK: 2, Status.UNSUPPORTED: 1, Status.NOT_INSTALLED: 1}
+    return on_gpu, standing.get(record.status, 0), record.finished
 
 
 def _refuse_two_cards(records: Iterable[Record]) -> None:

@@ -68,7 +68,7 @@ class Summary:
     @property
     def failed(self) -> list[Record]:
         """Records of cells that were tried and did not end well."""
-        return [record for record in self.records if not record.final and record.status is not Status.NOT_RUN]
+        return [record for record in self.records if not record.final]
 
     @property
     def succeeded(self) -> int:
@@ -83,7 +83,7 @@ class Summary:
         return 1 if self.failed or self.missing else 0
 
     def text(self) -> str:
-        """The summary for the terminal; names every cell that failed, with the first line of the reason."""
+        """The summary for the terminal; names every cell that failed, with the first line of the reason, and why others were not run."""
         counts = Counter(record.status.value for record in self.records)
         parts = [f"{number} {status.replace('_', ' ')}" for status, number in sorted(counts.items(), key=lambda pair: -pair[1])]
         if self.missing:
@@ -98,6 +98,8 @@ class Summary:
             lines += [f"    {name}" for name in names[:NAMES_SHOWN]]
             if len(names) > NAMES_SHOWN:
                 lines.append(f"    and {len(names) - NAMES_SHOWN} more, see status.json")
+        not_run = Counter(record.reason for record in self.records if record.status is Status.NOT_RUN)
+        lines += [f"  not run: {reason} ({number} cells)" for reason, number in not_run.items()]
         if not self.succeeded:
             lines.append("no cell succeeded: the tables hold reasons only; `python -m pipeline doctor` tells what this machine can run")
         return "\n".join(lines)
@@ -119,7 +121,7 @@ def run(
     digest = kernel_digest()
     start = time.monotonic()
     with folder.lock({cell.experiment for cell in cells}):
-        folder.adopt(config)
+        folder.refuse_other(config)
         left = folder.pending(cells, digest, on_gpus=computes_on_gpus(site))
         _explain(left, folder, say)
         if left.items:
@@ -134,8 +136,11 @@ def run(
             with Progress(len(left.items), label=label) as progress, signals():
                 executor = _executor(site, folder, chunk, progress.note)
                 executor.prepare(left.items)
+                folder.adopt(config)  # not before: a run that cannot start leaves the folder to the corrected configuration
                 folder.set_aside(left)
                 executor.execute(left.items, progress.event)
+        else:
+            folder.adopt(config)
         after = pending(cells, folder.store, digest)
     records = [*after.finished, *after.absent, *after.retried]
     present = {record.cell_id for record in records}
@@ -232,7 +237,7 @@ def _explain(left: Pending, folder: RunFolder, say: Callable[[str], None]) -> No
         name = left.of_cpu[0].cell_id
         say(f"{len(left.of_cpu)} records were made on a CPU (such as {name}); kept in records/stale and computed again on GPUs")
     if left.absent:
-        say(f"{len(left.absent)} cells whose implementation was not available are looked at again")
+        say(f"{len(left.absent)} cells that were not available are looked at again")
     if left.retried:
         say(f"{len(left.retried)} cells that did not end well are tried again")
 

@@ -22,11 +22,23 @@ class ConfigError(ValueError):
     """A configuration that cannot be used; the text says what to change."""
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML in which a key given twice is an error instead of a silent replacement."""
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key given twice is an error instead of a silent replacement, and every error has its place."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """See PyYAML, which lets what Python says of a value pass: that a date like 2024-13-45 has no such month."""
+        try:
+            return super().construct_object(node, deep)
+        except (yaml.YAMLError, ConfigError):
+            raise
+        except (ValueError, LookupError, AttributeError) as error:
+            mark, kind = node.start_mark, node.tag.rpartition(":")[2]
+            raise ConfigError(
+                f"{mark.name}: line {mark.line + 1}: {node.value!r} looks like a {kind} and is none ({error}); put a text in quotes"
+            ) from error
 
 
-def _mapping(loader: _UniqueKeys, node: yaml.MappingNode) -> dict[Any, Any]:
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     result: dict[Any, Any] = {}
     for key_node, value_node in node.value:
         key = loader.construct_object(key_node, deep=True)
@@ -39,7 +51,7 @@ def _mapping(loader: _UniqueKeys, node: yaml.MappingNode) -> dict[Any, Any]:
     return result
 
 
-_UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -58,15 +70,19 @@ def read_mapping(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: no such file{found}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
-    try:
-        loader = _UniqueKeys(text)
-        loader.name = str(path)
-        data = loader.get_single_data()
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    data = _parse(text, str(path))
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected keys and values, found {type(data).__name__}")
     return data
+
+
+def _parse(text: str, source: str) -> Any:
+    try:
+        loader = _Loader(text)
+        loader.name = source
+        return loader.get_single_data()
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not valid YAML: {error}") from error
 
 
 def override(data: dict[str, Any], settings: Sequence[str]) -> None:
@@ -75,10 +91,7 @@ def override(data: dict[str, Any], settings: Sequence[str]) -> None:
         key, separator, text = setting.partition("=")
         if not separator or not key:
             raise ConfigError(f"--set {setting}: expected key=value, for example --set accuracy.cases=2")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"--set {setting}: the value is not valid YAML: {error}") from error
+        value = _parse(text, f"--set {setting}")
         *parents, last = key.split(".")
         place = data
         for parent in parents:

@@ -8,7 +8,7 @@ from collections import Counter
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from pipeline.records import FINAL, Status
+from pipeline.records import FINAL, NOT_AVAILABLE, Status
 
 LINE_EVERY_S = 15.0
 
@@ -75,7 +75,7 @@ class Progress:
     def counts_text(self) -> str:
         """Running, failed and absent cells, and the time left."""
         failed = sum(number for status, number in self.counts.items() if Status(status) not in FINAL)
-        absent = self.counts[Status.UNSUPPORTED] + self.counts[Status.NOT_INSTALLED]
+        absent = sum(self.counts[status] for status in NOT_AVAILABLE)
         parts = [f"{len(self._running)} running", f"{failed} failed"] + ([f"{absent} not available"] if absent else [])
         if 0 < self.done < self.total:
             left = (time.monotonic() - self._start) / self.done * (self.total - self.done)

@@ -12,18 +12,23 @@ NO_DEVICE = "no device"
 
 def machine(environment: Mapping[str, Any]) -> str:
     """The name of the machine a record came from: its GPU model, else "CPU" with the processor's name."""
-    gpu = environment.get("gpu")
-    if gpu:
-        return str(gpu["name"])
+    if environment.get("gpu"):
+        return str(_block(environment, "gpu").get("name") or "unknown GPU")
     return f"CPU ({environment['cpu'] or 'unknown processor'})" if "cpu" in environment else NO_DEVICE
+
+
+def _block(environment: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A part of the environment; empty when it is absent, or no mapping (records of other programs may hold anything)."""
+    found = environment.get(name)
+    return found if isinstance(found, Mapping) else {}
 
 
 def facts(environment: Mapping[str, Any]) -> dict[str, str]:
     """What :func:`pipeline.environment.collect` found, in words; what it could not find is left out, except for clocks."""
-    gpu = environment.get("gpu") or {}
-    git = environment.get("git") or {}
+    gpu, git = _block(environment, "gpu"), _block(environment, "git")
+    limit, commit = gpu.get("power_limit_w"), str(git.get("commit") or "")[:12]
     found: dict[str, object] = {
-        "power limit": None if gpu.get("power_limit_w") is None else f"{gpu['power_limit_w']:.0f} W",
+        "power limit": None if limit is None else f"{limit:.0f} W" if isinstance(limit, float) else f"{limit} W",
         "driver": gpu.get("driver"),
         "clocks": _clocks(gpu) if gpu else None,
         "processor": environment.get("cpu"),
@@ -35,8 +40,8 @@ def facts(environment: Mapping[str, Any]) -> dict[str, str]:
         "Python": environment.get("python"),
         "system": environment.get("os"),
         "TF32": None if environment.get("tf32") is None else "allowed" if environment["tf32"] else "not allowed",
-        "container": (environment.get("container_digest") or "")[:19] or None,
-        "commit": (git.get("commit") or "")[:12] + (" with local changes" if git.get("dirty") else "") if git.get("commit") else None,
+        "container": str(environment.get("container_digest") or "")[:19] or None,
+        "commit": commit + (" with local changes" if git.get("dirty") else "") if commit else None,
     }
     return {words: str(value) for words, value in found.items() if value is not None}
 
@@ -65,8 +70,11 @@ def environments(records: Iterable[Record]) -> dict[str, dict[str, list[str]]]:
 
 
 def footnotes(experiment: str, records: Sequence[Record]) -> list[str]:
-    """What a reader must know to believe a table: one note a machine, one on the measurement, one on the counts."""
-    mine = [r for r in records if r.cell.experiment == experiment] or list(records)
+    """What a reader must know to believe a table: one note a machine, one on the measurement, one on the counts.
+
+    The claims rest on all records; a table without records of its own has no notes.
+    """
+    mine = [r for r in records if experiment in ("claims", r.cell.experiment)]
     notes = []
     for device, known in environments(mine).items():
         rest = "; ".join(f"{words} {_values(values)}" for words, values in known.items() if words in IN_FOOTNOTES)
@@ -90,7 +98,8 @@ def _timing(done: Sequence[Record]) -> str | None:
         return None
     warmup = _range(r.metrics.get("warmup_iters") for r in done)
     measured = _range(r.metrics.get("measured_iters") for r in done)
-    return f"Timer: {' and '.join(timers)}; {warmup} warm-up calls, median of {measured} measured calls; spread is (p90 - p10) / median."
+    calls = f"{warmup} warm-up calls, median of {measured} measured calls"
+    return f"Timer: {' and '.join(timers)}; {calls}; a time's spread is (p90 - p10) / median."
 
 
 def _range(values: Iterable[object]) -> str:

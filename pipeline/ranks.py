@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.records import DamagedRecord, Record, Status, failure, now, parse_record, write_atomically
+from pipeline.records import DamagedRecord, Record, RecordWriteError, Status, failure, now, parse_record, write_atomically
 from pipeline.todo import Chunk, Item
 
 if TYPE_CHECKING:
@@ -39,10 +39,17 @@ def rank_file(results: Path, item: Item, rank: int) -> Path:
 
 
 def run_ranks(supervisor: Supervisor, item: Item) -> Record:
-    """Start every rank of the item on this machine, wait for all of them, and return the record of the cell."""
+    """Start every rank of the item on this machine, wait for all of them, and return the record of the cell.
+
+    A cell of several nodes, or of more GPUs than there are, is not run. Raises :class:`pipeline.records.RecordWriteError` when a rank
+    could not write its record.
+    """
     from pipeline.supervise import Worker
 
     cell, world, digest = item.cell, item.cell.ranks, supervisor.chunk.kernel_digest
+    if (nodes := int(cell.options.get("nodes", 1))) > 1:
+        reason = f"needs {nodes} nodes together, and this is one: give a Slurm site, as config/sites/slurm.yaml, or step_time.nodes: 1"
+        return failure(cell, Status.NOT_RUN, reason, kernel_digest=digest, attempt=item.attempt)
     on_gpu = supervisor.devices[0][0] != "cpu"
     if on_gpu and len(supervisor.devices) < world:
         reason = f"needs {world} GPUs together; this machine shows {len(supervisor.devices)}"
@@ -86,7 +93,9 @@ def _watch(
                         for other in workers:
                             other.send(item.model_dump_json())
                         deadline, limit = time.monotonic() + timeout_s, timeout_s
-                elif outcome.kind in ("done", "exit", "disk"):
+                elif outcome.kind == "disk":
+                    raise RecordWriteError(outcome.event["errno"], outcome.event["error"])
+                elif outcome.kind in ("done", "exit"):
                     del running[rank]
                     if outcome.kind == "done":
                         worker.finish()
@@ -122,24 +131,26 @@ def run_one_rank(chunk: Chunk, results: Path, logs: Path, device: str, stop: thr
     path = rank_file(results, item, rank)
     log = logs / f"{item.cell.id}-rank-{rank}.log"
     worker = Worker(results, device, log, kernel_digest=chunk.kernel_digest, threads=threads, plugins=chunk.plugins, rank_file=path)
+    late = f"was not ready after {START_TIMEOUT_S:g} s"
     outcome = worker.wait(START_TIMEOUT_S, stop)
     if outcome.kind == "ready":
         worker.send(item.model_dump_json())
+        late = f"had not ended after {timeout_s:g} s"
         outcome = worker.wait(timeout_s, stop)
     if outcome.kind == "done":
         worker.finish()
         good = outcome.event["status"] == Status.OK
     else:
         good = False
-        if outcome.kind in ("exit", "disk"):
-            worker.process.wait()
+        if outcome.kind == "exit":
             status, reason = worker.death()
+            worker.close()
+        elif outcome.kind == "disk":  # this smaller record may still fit, and tells whoever waits on another machine
+            status, reason = Status.FAILED, outcome.event["error"]
             worker.close()
         else:
             worker.kill()
-            status, reason = (
-                (Status.TIMEOUT, f"had not ended after {timeout_s:g} s") if outcome.kind == "timeout" else (Status.CANCELLED, "was stopped")
-            )
+            status, reason = (Status.TIMEOUT, late) if outcome.kind == "timeout" else (Status.CANCELLED, "was stopped")
         record = failure(item.cell, status, reason, kernel_digest=chunk.kernel_digest, attempt=item.attempt, environment=worker.machine)
         write_atomically(path, record.model_dump_json() + "\n")
     if not good and not stop.is_set():

@@ -46,8 +46,10 @@ class Status(StrEnum):
     NOT_RUN = "not_run"
 
 
+#: Nothing here can compute a cell that ended so.
+NOT_AVAILABLE = frozenset({Status.UNSUPPORTED, Status.NOT_INSTALLED, Status.NOT_RUN})
 #: A cell that ended so is no failure of the run: it has a result, or nothing here can compute it.
-FINAL = frozenset({Status.OK, Status.UNSUPPORTED, Status.NOT_INSTALLED})
+FINAL = NOT_AVAILABLE | {Status.OK}
 
 
 class RecordWriteError(OSError):

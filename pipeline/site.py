@@ -120,6 +120,16 @@ class SlurmSite(Section):
     container: Container = Container()
     """The image in which the work runs."""
 
+    @field_validator("gres")
+    @classmethod
+    def _placeholder(cls, value: str | None) -> str | None:
+        try:
+            if value is not None:
+                value.format(gpus=1)
+        except (LookupError, ValueError, TypeError, AttributeError):  # what format raises, by kind of mistake
+            raise ValueError(f"{value!r} has another placeholder than {{gpus}}, the number of GPUs; give e.g. gpu:h200:{{gpus}}") from None
+        return value
+
     @model_validator(mode="after")
     def _limits(self) -> Self:
         if self.timeout_min * 60 < self.signal_delay_s + MARGIN_S:

@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -370,10 +370,14 @@ def check_cluster(site: SlurmSite) -> None:
         raise LaunchError(
             "sinfo fails: the Slurm controller cannot be reached from this machine; check SLURM_CONF and munge, or run without --site"
         )
-    if site.partition is not None:
-        for name in site.partition.split(","):
-            if name not in existing:
-                raise LaunchError(f"partition: {name!r} does not exist{nearest(name, existing)}; this cluster has {', '.join(existing)}")
+    if unknown := unknown_partitions(site, existing):
+        name = unknown[0]
+        raise LaunchError(f"partition: {name!r} does not exist{nearest(name, existing)}; this cluster has {', '.join(existing)}")
+
+
+def unknown_partitions(site: SlurmSite, existing: Collection[str]) -> list[str]:
+    """The partitions that the site names, of which Slurm takes the first that is free, and the cluster does not have."""
+    return [name for name in (site.partition or "").split(",") if name and name not in existing]
 
 
 def parameters(site: SlurmSite, *, name: str, nodes: int = 1, ranks_per_node: int = 1, several: bool = False) -> dict[str, Any]:

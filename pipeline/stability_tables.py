@@ -49,8 +49,9 @@ def _section(title: str, rows: pd.DataFrame, order: Sequence[str], keys: dict[st
         if not part["ok"].any():
             row.reason = summary.shortfall(part)
             continue
-        steps = int(mean(part, "steps_done"))
-        row.values["steps_done"], row.data["steps_done"] = Value(str(steps), steps), steps
+        steps = mean(part, "steps_done")
+        if not math.isnan(steps):
+            row.values["steps_done"], row.data["steps_done"] = Value(str(int(steps)), int(steps)), int(steps)
         for name in _NUMBERS:
             value = mean(part, name)
             row.values[name] = number(value, digits=5 if name.startswith("loss") else 3)
@@ -69,7 +70,7 @@ def _section(title: str, rows: pd.DataFrame, order: Sequence[str], keys: dict[st
 
 
 def curve(part: pd.DataFrame, name: str) -> list[float]:
-    """The curve of a run's last successful record; empty if there is none. Raises ValueError for a record that holds something else."""
+    """The curve of a run's last successful record; empty if there is none."""
     column = f"curve.{name}"
     if column not in part:
         return []
@@ -78,6 +79,6 @@ def curve(part: pd.DataFrame, name: str) -> list[float]:
 
 
 def _apart(exact: list[float], own: list[float]) -> float | None:
-    """Mean over the steps of the loss's relative distance from the fp32 run's; None without both."""
+    """Mean over the steps of the loss's relative distance from the fp32 run's; None without both, or where one of that's is zero."""
     pairs = list(zip(exact, own, strict=False))
-    return sum(abs(b - a) / abs(a) for a, b in pairs) / len(pairs) if pairs else None
+    return sum(abs(b - a) / abs(a) for a, b in pairs) / len(pairs) if pairs and all(a for a, _ in pairs) else None

@@ -16,7 +16,7 @@ from pipeline.cells import TABLES
 from pipeline.folder import GATHERED, RunFolder
 from pipeline.launch import kernel_digest
 from pipeline.plan import plan
-from pipeline.records import FINAL, DamagedRecord, Record, Status, now, write_atomically
+from pipeline.records import FINAL, NOT_AVAILABLE, DamagedRecord, Record, Status, now, write_atomically
 
 REASONS_SHOWN = 20
 #: Counted beside the statuses: no record, and a record of other kernel sources than those in use.
@@ -90,7 +90,7 @@ def print_status(root: Path, console: Console | None = None) -> None:
     rows = {}
     for (name, implementation), counts in found.counts.items():
         failed = sum(number for status, number in counts.items() if status not in (MISSING, OUTDATED) and Status(status) not in FINAL)
-        absent = counts[Status.UNSUPPORTED] + counts[Status.NOT_INSTALLED]
+        absent = sum(counts[status] for status in NOT_AVAILABLE)
         numbers = (counts[Status.OK], counts[MISSING], counts[OUTDATED], failed, absent)
         rows[name, implementation] = dict(zip(("done", MISSING, OUTDATED, "failed", "not available"), numbers, strict=True))
     table = Table(title=f"{root}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,10 @@ import pandas as pd
 import turbopair
 from pipeline import implementations
 from pipeline.cells import FAMILIES, Cell
+from pipeline.curves import decode
 from pipeline.experiments.accuracy import WRONG
 from pipeline.provenance import NO_DEVICE, machine
-from pipeline.records import Record
+from pipeline.records import Metric, Record, Status
 from pipeline.tensors import ATTENTION, PLAIN, RESULTS, SHOWN, WEIGHT, WEIGHTS, symbol
 
 CASE = [
@@ -36,6 +37,20 @@ CLASS = ["operator", "family", "dtype", "bias_dtype", "weight_dtype", "direction
 SIZE = ["n", *SIZES]
 #: More times the error of plain PyTorch in the same dtype is no result to compare times of.
 ABSURD = 4.0
+
+NUMBER, TIME, FLAG, TEXT, CURVE = "a usable number", "a usable time", "true or false", "a text", "a list of usable numbers"
+#: What a metric that is read must be, by its name or the first part of it. The others may be anything.
+KINDS = {
+    **dict.fromkeys(("rmse", "rel_rmse", "floor", "ratio", "calls", "spread", "peak_bytes", "host_us", "loss", "grad_norm"), NUMBER),
+    **dict.fromkeys(("s", "wall", "gpu", "gpu_communication", "forward", "backward"), NUMBER),
+    **dict.fromkeys(("distance", "distance_triangle", "steps_done", "every"), NUMBER),
+    **dict.fromkeys(("ms", "s.wall", "s.gpu_busy", "gpu_busy"), TIME),
+    **dict.fromkeys(("bitwise", "unstable"), FLAG),
+    **dict.fromkeys(("dtype", "throttle", "diverged", "gpu.unknown"), TEXT),
+    "curve": CURVE,
+}
+#: Squares and quotients of numbers up to this, and down to its inverse, are finite: tables hold nothing else.
+USABLE = 1e150
 
 SHORT_DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 #: Back ends of the training step that use this repository's kernels.
@@ -88,8 +103,8 @@ def frame(records: Sequence[Record], planned: Iterable[Cell] = (), kernel_digest
 
     Records of different machines stay apart by ``device``. Results of turbopair count if they came from the kernel
     sources in use, those of ``kernel_digest`` (None: the package's); where no record of turbopair did, from the newest
-    sources of the same machine. The others become ``not_run`` rows that say so. A number that is not finite makes its
-    row ``failed``.
+    sources of the same machine. The others become ``not_run`` rows that say so. A metric that is not what its
+    name says (a text for a number, a number that is not finite) makes its row ``failed``.
     """
     rows = [_row(record) for record in sorted(records, key=lambda r: (r.finished, r.cell_id))]
     devices = list(dict.fromkeys(row["device"] for row in rows if row["device"] != NO_DEVICE))
@@ -106,7 +121,7 @@ def frame(records: Sequence[Record], planned: Iterable[Cell] = (), kernel_digest
     data = pd.DataFrame(rows, columns=None if rows else [*CASE, "experiment", "implementation", "status", "reason", "device"])
     if not data.empty:
         data = data.drop_duplicates(["device", "cell_id"], keep="last").reset_index(drop=True)
-        data["ok"] = data["status"] == "ok"
+    data["ok"] = data["status"] == "ok"
     return data
 
 
@@ -126,13 +141,31 @@ def _row(record: Record) -> dict[str, Any]:
         "version": record.implementation_version,
         "finished": record.finished,
     }
-    bad = [name for name, value in record.metrics.items() if isinstance(value, float) and not math.isfinite(value)]
-    if bad:
-        return row | {"status": "failed", "reason": "non-finite " + ", ".join(sorted(bad))}
+    if wrong := _wrong(record.metrics):
+        return row | ({"status": "failed", "reason": "; ".join(wrong)} if record.status is Status.OK else {})
     row |= {name: value for name, value in record.metrics.items() if name not in row}
     for name in (name for name in row if name.startswith("dtype.")):
         row[name] = "/".join(SHORT_DTYPES.get(dtype, dtype) for dtype in row[name].split("/"))
     return row | _of_weights(row)
+
+
+def _wrong(metrics: Mapping[str, Metric]) -> list[str]:
+    """What is wrong with metrics, in words: damaged records, and those of other programs, may hold anything under a name."""
+    kinds = {name: KINDS.get(name) or KINDS.get(name.partition(".")[0]) for name in sorted(metrics)}
+    return [f"{name} is {metrics[name]!r:.40}, not {kind}" for name, kind in kinds.items() if kind and not _is(metrics[name], kind)]
+
+
+def _is(value: Metric, kind: str) -> bool:
+    if kind == CURVE:
+        try:
+            return isinstance(value, str) and all(_is(number, NUMBER) for number in decode(value))
+        except (ValueError, OverflowError, RecursionError):
+            return False
+    if kind in (FLAG, TEXT):
+        return isinstance(value, bool if kind == FLAG else str)
+    if isinstance(value, bool | str):
+        return False
+    return 1 / USABLE <= (value if kind == TIME else abs(value)) <= USABLE or (value == 0 and kind == NUMBER)
 
 
 def _of_weights(row: dict[str, Any]) -> dict[str, Any]:

@@ -154,7 +154,9 @@ class Worker:
             lines = file.read()[-8192:].decode(errors="replace").strip().splitlines()
         if not lines:
             return f"; it printed nothing; log: {self.log}"
-        return f"; log: {self.log}; its last lines:\n" + "\n".join(lines[-LOG_TAIL:])
+        *before, last = lines[-LOG_TAIL:]
+        # a summary shows the first line of a reason only
+        return f": {last}; log: {self.log}" + ("; the lines before:\n" + "\n".join(before) if before else "")
 
 
 def kernel_oom_kills() -> int | None:

@@ -22,7 +22,7 @@ from pipeline.records import Record, RecordStore, write_atomically
 from pipeline.stability_tables import stability
 from pipeline.step_tables import step_time
 from pipeline.table_model import Section, Table, to_csv, to_latex, to_markdown
-from pipeline.time_tables import kernel_time
+from pipeline.time_tables import WAIT, kernel_time
 
 if TYPE_CHECKING:
     from pipeline.config import ExperimentConfig
@@ -51,13 +51,17 @@ BUILDERS: dict[str, Builder] = {
 _ERRORS = (
     "Mean over input cases of the root-mean-square error against an FP64 reference on the same inputs, and its ratio to the bf16 floor "
     "(the error of only rounding the FP64 result to bf16, weights not rounded). dW: the worst of the gradients of the weights, its RMSE "
-    "relative to the gradient's RMS. Best in bold, dW within its type; rows without all cases are not compared."
+    "relative to the gradient's RMS. Best in bold, dW within its type; rows without all cases, or with a "
+    "remark on their error, are not compared."
 )
 _BITWISE = (
-    "bitwise: whether repeated calls at the same size, of the same version (turbopair: the same kernel sources), gave the same bits; "
-    "family, mask and bias type of the inputs may differ from those that were timed."
+    "bitwise: whether repeated calls at the same size, of the same version (turbopair: the same kernel sources), gave the same bits in "
+    "every gradient; family, mask and bias type of the inputs may differ from those that were timed."
 )
-_FASTEST = "Fastest in bold at each N; rows without all cases are not compared."
+_FASTEST = (
+    "spread: the largest of the four times'. Fastest in bold at each N; rows without all cases are not compared, nor is a fwd+bwd that "
+    f"takes over {WAIT:.0%} longer than its parts, in which the GPU waits for the host."
+)
 _GATE = (
     "Numbers are printed only where the accuracy of the timed call, or an accuracy record of the same machine and kernel sources, passes "
     f"(relative RMSE of every tensor at most {summary.WRONG:.0%}, and at most {summary.ABSURD:g} times the error of plain PyTorch)."
@@ -67,8 +71,8 @@ CAPTIONS = {
         "Accuracy against FP64",
         "Mean over input cases of the root-mean-square error against an FP64 reference on the same inputs, and its ratio to the "
         "bf16 floor (the error of only rounding the FP64 result to bf16). std %: largest standard deviation over cases among the "
-        "gradients, relative to the mean. Best in bold, equal printed values all bold, dBias within its type; rows without all cases are "
-        "not compared.",
+        "gradients, relative to the mean. Best in bold, equal printed values all bold, dBias within its type; rows without all cases, or "
+        "with a remark on their error, are not compared.",
     ),
     "determinism": (
         "Bitwise reproducibility",
@@ -81,9 +85,7 @@ CAPTIONS = {
     ),
     "kernel_time": (
         "Kernel time",
-        "Median time of the operator in each implementation's own layout. Numbers are printed only where the accuracy of the "
-        "timed call, or an accuracy record of the same machine and kernel sources, passes "
-        f"(relative RMSE of every tensor at most {summary.WRONG:.0%}). "
+        f"Median time of the operator in each implementation's own layout. {_GATE} "
         "fwd+grad: forward that keeps what the backward needs; peak: memory above "
         "the inputs, forward + backward; host: time until both calls return (in the CSV each, and as host_us.autograd that of a backward "
         f"that does nothing). {_BITWISE} {_FASTEST}",

@@ -28,6 +28,9 @@ from pipeline.tensors import ATTENTION, PLAIN, SHOWN, SYMBOL, gradients
 
 MIB = 2.0**20
 DIRECTIONS = {"forward": "fwd ms", "forward_grad": "fwd+grad ms", "backward": "bwd ms", "both": "fwd+bwd ms"}
+#: Forward and backward may take this much longer together than apart; beyond that the GPU waited for the host, which is no figure of a
+#: kernel.
+WAIT = 0.10
 #: The tensors whose errors stand beside the times of attention; of the other operators all that are shown.
 BESIDE: dict[str, tuple[str, ...]] = {ATTENTION: ("dq", "dk", "dbias")}
 #: What of a case may differ between what was timed and what was repeated, as the caption says; everything else must be equal.
@@ -66,20 +69,36 @@ def _kernel_section(title: str, rows: pd.DataFrame, data: pd.DataFrame, order: S
         reasons = [not_compared(part, at_size) for part in parts]  # a row that lost its slow cases has a small mean
         block = [_kernel_row(size, part, why, data, usual) for part, why in zip(parts, reasons, strict=True)]
         compared = [row for row, why in zip(block, reasons, strict=True) if not why]
-        stock = [row for row in compared if row.data["implementation"] == PLAIN[operator] and "ms.both" in row.values]
+        busy = [row for row in compared if not row.data.get("host_bound")]
+        stock = [row for row in busy if row.data["implementation"] == PLAIN[operator] and "ms.both" in row.values]
         base = stock[0].values["ms.both"].raw if stock else None
-        for row in compared:
+        for row in busy:
             own = row.values["ms.both"].raw if "ms.both" in row.values else None
             if isinstance(base, float) and isinstance(own, float) and own > 0:
                 row.values["speedup"] = number(base / own)
                 row.data["speedup.eager"] = base / own
-        for key in DIRECTIONS:
+        for key in ("forward", "forward_grad", "backward"):
             mark_best(compared, f"ms.{key}")
+        _mark_both(compared, busy)
         out += block
     away = [row for row in out if row.data.get("accuracy_size") not in (None, row.data["size"])]
     elsewhere = list(dict.fromkeys(str(row.data["accuracy_size"]) for row in away))
     note = f"* RMSE of the nearest size with an accuracy record: {'; '.join(elsewhere)}." if elsewhere else None
     return Section(title, columns, out, keys, labels=2, note=note)
+
+
+def _mark_both(compared: Sequence[Row], busy: Sequence[Row]) -> None:
+    """The fastest forward and backward together: of those that kept the GPU ``busy``, if none of the others is faster by its parts."""
+    times = [row.values["ms.both"].raw for row in busy if "ms.both" in row.values]
+    fastest = min((float(time) for time in times if isinstance(time, int | float)), default=math.inf)
+    if all(_parts(row) >= fastest for row in compared if row.data.get("host_bound")):
+        mark_best(busy, "ms.both")
+
+
+def _parts(row: Row) -> float:
+    """Forward and backward measured apart, ms; NaN where one is missing."""
+    parts = [row.data.get(f"ms.{key}") for key in ("forward_grad", "backward")]
+    return sum(float(part) if isinstance(part, int | float) else math.nan for part in parts)
 
 
 def _kernel_row(size: str, part: pd.DataFrame, remark: str | None, data: pd.DataFrame, usual: float) -> Row:
@@ -99,6 +118,9 @@ def _kernel_row(size: str, part: pd.DataFrame, remark: str | None, data: pd.Data
     for key in DIRECTIONS:
         row.values[f"ms.{key}"] = number(mean(part, f"ms.{key}"))
         row.data |= {f"ms.{key}{suffix}": mean(part, f"ms.{key}{suffix}") for suffix in ("", ".p10", ".p90")}
+    row.data["host_bound"] = mean(part, "ms.both") > (1 + WAIT) * _parts(row)
+    if row.data["host_bound"]:
+        remarks.append("fwd+bwd waits for the host")
     spread = float(metric(part, "spread").max()) if len(metric(part, "spread")) else math.nan
     row.values["spread"] = number(spread, digits=2, factor=100)
     row.data["spread"] = spread

@@ -95,8 +95,8 @@ def _run(cell: Cell, device: torch.device) -> dict[str, Metric]:
 def samples_of(tokens: int, seed: int, msa_rows: int | None) -> Iterator[batches.Batch]:
     """Training batches without end: the stored ones in turn, each time another window of `tokens` tokens.
 
-    A stored batch of that size is given whole, with its padded tokens; one in which no window fits is left out. Raises ValueError if
-    none has one.
+    A stored batch of that size is given whole, with its padded tokens; one in which no window fits is left out. Raises ValueError, when
+    the first is taken, if none has one.
     """
     stored = [s for s in batches.STORED if s.tokens == tokens or s.real_tokens >= tokens]
     if not stored:

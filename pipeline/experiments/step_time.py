@@ -80,16 +80,10 @@ def _run(cell: Cell, device: torch.device) -> dict[str, Metric]:
 
 def _check_usable(cell: Cell, ranks: "Ranks") -> None:
     """Raise what the first rank that cannot compute the cell says, on every rank."""
-    for rank, refusal in enumerate(ranks.gather(training.refusal(lambda: _find(cell), cell.n, ranks.device))):
+    for rank, refusal in enumerate(ranks.gather(training.refusal(lambda: model.find_backend(cell.implementation), cell.n, ranks.device))):
         if refusal is not None:
             kind, reason = refusal
             raise kind(reason if ranks.world == 1 else f"rank {rank}: {reason}")
-
-
-def _find(cell: Cell) -> model.Backend:
-    backend = model.find_backend(cell.implementation)
-    batches.for_tokens(cell.n)
-    return backend
 
 
 def _together(ranks: "Ranks", work: Any) -> Any:

@@ -46,12 +46,13 @@ def tf32(allowed: bool) -> Iterator[None]:
 
 
 def refusal(find: Callable[[], model.Backend], tokens: int, device: torch.device) -> Refusal | None:
-    """Unsupported or NotInstalled with the reason why the back end that `find` gives cannot run here, or None.
+    """Unsupported or NotInstalled with the reason why the back end that `find` gives cannot run on a stored batch here, or None.
 
     A ValueError of `find` is the reason why there is none.
     """
     try:
         backend = find()
+        batches.for_tokens(tokens)
         model.require()
     except ValueError as error:
         return Unsupported, str(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import re
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
@@ -14,7 +15,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from pipeline.cells import Cell
 from pipeline.inputs import Case, Inputs
+from pipeline.loading import ConfigError
 from pipeline.measure import quiet_profile
 from pipeline.tensors import ATTENTION
 
@@ -27,11 +30,20 @@ MASK_VALUE = -1e9
 FALLBACK = (("aten::softmax",), ("aten::_softmax",), ("aten::bmm",))
 
 
-class Unsupported(Exception):
+#: a record needs a reason, also where an implementation gave an empty text
+NO_REASON = "the implementation refused this case and gave no reason"
+
+
+class _Refusal(Exception):
+    def __str__(self) -> str:
+        return super().__str__() or NO_REASON
+
+
+class Unsupported(_Refusal):
     """The implementation is there and does not do this case; the text is the reason."""
 
 
-class NotInstalled(Exception):
+class NotInstalled(_Refusal):
     """The implementation is not on this machine; the text says what to install, or why the import fails."""
 
 
@@ -127,7 +139,8 @@ class Implementation(ABC):
         self.version()
         if self.needs_gpu and device.type != "cuda":
             return f"{self.title} needs an NVIDIA GPU; the device is {device.type}"
-        return self.limits(case, device)
+        reason = self.limits(case, device)
+        return NO_REASON if reason == "" else reason
 
     @abstractmethod
     def limits(self, case: Any, device: torch.device) -> str | None:
@@ -153,6 +166,7 @@ class Implementation(ABC):
             ) from error
 
 
+_NAME = re.compile(Cell.model_json_schema()["properties"]["implementation"]["pattern"])
 #: by operator and name
 registered: dict[tuple[str, str], Implementation] = {}
 _Class = TypeVar("_Class", bound=type[Implementation])
@@ -165,11 +179,16 @@ def register(cls: _Class) -> _Class:
 
 
 def add(implementation: Implementation) -> None:
-    """Make one implementation known under its operator and name."""
+    """Make one implementation known under its operator and name. Raises :class:`ConfigError` for a name that is taken, or is none."""
+    if not _NAME.fullmatch(implementation.name):
+        raise ConfigError(
+            f"{type(implementation)}: name = {implementation.name!r} is not accepted; a name is of letters, digits, '_', '.' and '+', "
+            f"because files are named by it: change it, such as to {re.sub(r'[^A-Za-z0-9_.+]+', '_', implementation.name) or 'mine'!r}"
+        )
     key = (implementation.operator, implementation.name)
     known = registered.get(key)
     if known is not None and type(known).__qualname__ != type(implementation).__qualname__:
-        raise ValueError(f"two implementations have the name {implementation.name!r}: {type(known)} and {type(implementation)}")
+        raise ConfigError(f"two implementations have the name {implementation.name!r}: {type(known)} and {type(implementation)}")
     registered[key] = implementation
 
 

@@ -168,6 +168,26 @@ def test_make_tells_of_a_file_that_is_not_there_and_of_nothing_else(run: Any, co
     assert of_make.startswith("make: ")
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_make_uses_the_folder_that_the_configuration_names(run: Any, given: bool) -> None:
+    """Not one named after the file: `pipeline run` would carry on in another."""
+    run.config = run.folder / "mine.yaml"
+    run.write_config("eager")  # its name is tiny
+    calls, python = run.folder / "calls", run.folder / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\n[ "$1" != -c ] || exec {sys.executable} "$@"\necho "$@" >> {calls}\n')
+    python.chmod(0o755)
+    old = [word for target in (".venv/installed", "kernels") for word in ("-o", target)]
+    values = [f"BIN={python.parent}", f"CONFIG={run.config}", f"SITE={run.site}", *([f"RESULTS={run.results}"] if given else [])]
+    done = run.call(["env", "-u", "MAKEFLAGS", "-u", "MAKELEVEL", "make", *old, "run", *values])
+    assert done.returncode == 0, done.stdout
+    folder = str(run.results) if given else "results/tiny"
+    workflow, shown = calls.read_text().splitlines()
+    assert workflow.endswith(f" site={run.site} results={run.results}" if given else f" site={run.site}"), workflow
+    assert shown == f"-m pipeline show claims {folder}"
+    assert f"tables:  {folder}/tables (Markdown" in done.stdout and f"show accuracy {folder}\n" in done.stdout
+
+
 def test_nothing_succeeding_is_no_success(run: Any) -> None:
     run.write_config("odd.raises")
     (run.folder / "work").mkdir()

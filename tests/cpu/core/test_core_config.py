@@ -15,6 +15,10 @@ accuracy: {implementations: [eager], crops: [16], head_dims: [16], cases: 1}
 """
 
 
+#: what Python's format refuses in its several ways
+GRES = ("{n}", "{}", "{", "{gpus.n}", "{gpus[0]}", "{gpus:z}")
+
+
 def problem(tmp_path: Path, text: str, settings: tuple[str, ...] = ()) -> str:
     path = tmp_path / "some.yaml"
     path.write_text(text)
@@ -67,9 +71,18 @@ def site_problem(tmp_path: Path, text: str) -> str:
         ("name: t\nablation: {precisions: [plain, papper]}", ["ablation.precisions.1", "did you mean 'paper'?"]),
         ("name: t\nablation: {precisions: [paper, exact]}", ["needs 'plain'"]),
         ("name: t\ndeterminism: {implementations: [eager], calls: 1}", ["determinism.calls: 1", "greater than or equal to 2"]),
-        ("name: t\nstep_time: {backends: [triton+deepspeed]}", ["two back ends in one entry: triton and deepspeed"]),
-        ("name: t\nstep_time: {backends: [[triton, lma]]}", ["two back ends in one entry: triton and lma"]),
-        ("name: t\nstep_time: {backends: {triton: true, lma: true}}", ["two back ends in one entry: triton and lma"]),
+        (
+            "name: t\nstep_time: {backends: [triton+deepspeed]}",
+            ["step_time.backends: unknown back end 'triton+deepspeed'", "known: pytorch,"],
+        ),
+        ("name: t\nstep_time: {backends: [[triton, lma]]}", ['step_time.backends.0: ["triton", "lma"]: input should be a valid string']),
+        ("name: t\nstep_time: {backends: {triton: true}}", ['step_time.backends: {"triton": true}: input should be a valid list']),
+        ("name: t\nstep_time: {backends: lma}", ['step_time.backends: "lma": input should be a valid list, such as ["lma"]']),
+        ("name: t\nstep_time: {backends: [lma, lma]}", ["step_time.backends: lma given twice"]),
+        ("name: t\nstep_time: {backends: [lma], crops: [64, 64]}", ["step_time.crops: 64 given twice"]),
+        ("name: t\nstep_time: {backends: [lma], ranks_per_node: [1, 1]}", ["step_time.ranks_per_node: 1 given twice"]),
+        ("name: t\nstep_time: {backends: [lma], recycles: 4}", ["step_time.recycles: 4: ", "less than or equal to 3"]),
+        ("name: t\nstability: {recycles: 4}", ["stability.recycles: 4: ", "less than or equal to 3"]),
         ("name: t\nstep_time: {backends: [tritn]}", ["unknown back end 'tritn' (did you mean 'triton'?)"]),
         ("name: t", ["no experiment is configured"]),
         ("name: a/b\naccuracy: {implementations: [eager]}", ['name: "a/b"']),
@@ -77,6 +90,12 @@ def site_problem(tmp_path: Path, text: str) -> str:
         ("name: t\n? [a, b]\n: 1\n", ["line 2: the key ['a', 'b'] is a list; keys are words"]),
         ("- a", ["expected keys and values, found list"]),
         ("name: [", ["not valid YAML"]),
+        ("name: t\ntitle: 2024-13-45", ["line 2: '2024-13-45' looks like a timestamp and is none (month must be in 1..12); put a text in"]),
+        (
+            "name: t\nplugins: ['']\nstability: {}",
+            ["plugins: '' is not the name of a module; give the whole name, such as my_package.peers"],
+        ),
+        ("name: t\nplugins: [.x]\nstability: {}", ["plugins: '.x' is not the name of a module"]),
         ("name: t\nplugins: [no.such.module]\naccuracy: {implementations: [eager]}", []),
     ],
 )
@@ -121,6 +140,8 @@ def test_settings_replace_values_and_are_checked(tmp_path: Path) -> None:
     assert "did you mean 'cases'" in problem(tmp_path, GOOD, ("accuracy.case=2",))
     assert "expected key=value" in problem(tmp_path, GOOD, ("accuracy.cases",))
     assert "'name' is not a section" in problem(tmp_path, GOOD, ("name.cases=1",))
+    assert "--set title=2024-13-45: line 1: '2024-13-45' looks like" in problem(tmp_path, GOOD, ("title=2024-13-45",))
+    assert "--set title=[: not valid YAML" in problem(tmp_path, GOOD, ("title=[",))
 
 
 @pytest.mark.parametrize(
@@ -134,6 +155,7 @@ def test_settings_replace_values_and_are_checked(tmp_path: Path) -> None:
         ("executor: slurm\ncontainer: {runtime: apptainer}", ["container.image"]),
         ("executor: slurm\ncontainer: {runtime: aptainer, image: x}", ["container.runtime", "did you mean 'apptainer'?"]),
         ("executor: slurm\ncontainer: {runtime: apptainer, image: x, binds: [data]}", ["'data' is not an absolute path"]),
+        *((f"executor: slurm\ngres: 'gpu:{wrong}'", [f"gres: 'gpu:{wrong}' has another placeholder than {{gpus}}"]) for wrong in GRES),
         ("executor: local\nthreads: '2'", ['threads: "2":', "valid integer"]),
         ("executor: slurm\nmem_gb: true", ["mem_gb: true:", "valid number"]),
         ("executor: local\ndevice: gpu", ['device: "gpu" is not accepted', "accepted: auto, cpu, cuda"]),

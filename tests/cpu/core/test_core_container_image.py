@@ -8,13 +8,15 @@ import io
 import json
 import os
 import re
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from pipeline import REPOSITORY, container_selftest, implementations, launch
+from pipeline import REPOSITORY, container_cli, container_selftest, implementations, launch
 from pipeline import container_image as images
 from pipeline.cells import OPERATORS, Cell
 from pipeline.loading import ConfigError
@@ -318,6 +320,46 @@ def test_a_peer_that_needs_the_driver_is_not_called_absent(monkeypatch: pytest.M
     found = container_selftest._backend(Peer(), None)
     assert (found.version is None) == absent
     assert ("not tried: the build has no NVIDIA driver, and it needs one" in (found.reason or "")) != absent
+
+
+@pytest.mark.parametrize("there", [["evoattention"], ["evoformer"], ["evoattention", "evoformer"]])
+def test_either_module_of_megafold_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: list[str]) -> None:
+    for name in there:
+        (tmp_path / f"{name}.py").write_text("")
+    if len(there) > 1:  # the implementation takes the newer, however broken the older is
+        (tmp_path / "evoformer.py").write_text("raise RuntimeError")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("evoattention", "evoformer"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert container_selftest._backend(implementations.get("megafold"), None) == images.Backend(version="unversioned")
+    for name in there:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("operator", "name", "needs"),
+    [
+        ("triangle_attention", "turbopair.exact", True),
+        ("attention_module", "turbopair", True),
+        ("triangle_multiplication", "turbopair", False),
+        ("triangle_attention", "turbopairformer", False),
+    ],
+)
+def test_what_needs_the_kernel_library_says_when_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, operator: Any, name: str, needs: bool
+) -> None:
+    one = implementations.get(name, operator)
+    monkeypatch.setattr(type(one), "version", lambda self: "1")
+    monkeypatch.setattr(type(one), "module", lambda self, name: None)
+    reason = "on CPU tensors only: no library" if needs else None
+    assert container_selftest._backend(one, "no library") == images.Backend(version="1", reason=reason)
+
+
+def test_a_record_that_cannot_be_written_is_said_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = CliRunner().invoke(container_cli.app, ["selftest", "--write", str(tmp_path / "file" / "image.json")])
+    assert done.exit_code == 2 and isinstance(done.exception, SystemExit)
+    assert f"error: cannot write {tmp_path}/file/image.json" in done.stderr
 
 
 def test_an_image_with_cuda_has_triton() -> None:

@@ -93,3 +93,44 @@ def test_the_file_is_left_alone_when_nothing_changed(machine: Path) -> None:
     assert site.load(file) == SlurmSite(partition="gpu", gpus_per_node=8)
     printed = CliRunner().invoke(cli.app, ["site"])
     assert printed.output == file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("visible", "found"),
+    [
+        (None, ["0", "1", "2"]),
+        ("2, 0", ["2", "0"]),
+        ("-1", []),
+        ("0,-1,1", ["0"]),
+        ("0,3,1", ["0"]),
+        ("1,,2", ["1"]),
+        ("none", []),
+        ("", []),
+        ("GPU-12ab,MIG-34cd", ["GPU-12ab", "MIG-34cd"]),
+    ],
+)
+def test_the_list_of_visible_gpus_ends_where_cuda_ends_it(monkeypatch: pytest.MonkeyPatch, visible: str | None, found: list[str]) -> None:
+    monkeypatch.setattr(devices, "_driver_count", lambda: 3)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert devices.gpus() == found
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert devices.choose("cpu") == [("cpu", {})]
+    monkeypatch.setattr(devices, "gpus", lambda: ["0", "2"])
+    assert devices.choose("auto") == [("cuda:0", {"CUDA_VISIBLE_DEVICES": "0"}), ("cuda:0", {"CUDA_VISIBLE_DEVICES": "2"})]
+    monkeypatch.setattr(devices, "gpus", list)
+    assert devices.choose("auto") == [("cpu", {})]
+    with pytest.raises(devices.NoDevice, match="no GPU is visible"):
+        devices.choose("cuda")
+    with pytest.raises(devices.NoDevice, match="accepted: auto, cpu, cuda"):
+        devices.choose("gpu")
+    monkeypatch.setenv("SLURMD_NODENAME", "n7")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(
+        devices.NoDevice, match=r"n7 shows no GPU to this job \(CUDA_VISIBLE_DEVICES is '3'\), and the work asks for one: look at"
+    ):
+        devices.choose("cuda")

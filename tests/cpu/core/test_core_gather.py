@@ -58,6 +58,8 @@ def found(folder: RunFolder) -> dict[str, tuple[Status, str]]:
         (OK, FAILED, (OK, "1")),
         (OK, UNSUPPORTED, (OK, "1")),
         (UNSUPPORTED, FAILED, (UNSUPPORTED, "1")),
+        (UNSUPPORTED, Status.NOT_RUN, (UNSUPPORTED, "1")),  # that one machine was too small says nothing of the cell
+        (Status.NOT_RUN, FAILED, (FAILED, "2")),
     ],
 )
 def test_the_best_record_of_a_cell_counts(tmp_path: Path, first: Status, second: Status, expected: tuple[Status, str]) -> None:
@@ -92,6 +94,13 @@ def test_a_record_of_a_cpu_replaces_none_of_a_gpu(tmp_path: Path) -> None:
     assert gather(target, [cpu], config(), "k").there == 2
     assert found(target) == {"eager": (OK, "1"), "sdpa": (UNSUPPORTED, "1")}
     assert gather(cpu, [target], config(), "k").taken == 2 and found(cpu) == found(target)
+
+
+def test_a_failure_that_knows_no_machine_replaces_no_numbers(tmp_path: Path) -> None:
+    """Slurm, or the ranks of a cell, told of it."""
+    target = on(sitting(tmp_path / "run", {"eager": OK}, "1"), None)
+    assert gather(target, [sitting(tmp_path / "lost", {"eager": Status.NODE_FAIL}, "2")], config(), "k").there == 1
+    assert found(target) == {"eager": (OK, "1")}
 
 
 def test_numbers_of_two_kinds_of_gpu_are_refused(tmp_path: Path) -> None:

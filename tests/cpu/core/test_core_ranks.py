@@ -1,10 +1,15 @@
+import errno
+import threading
 from pathlib import Path
 from typing import Any
 
-from pipeline import ranks
+import pytest
+
+from pipeline import ranks, supervise
 from pipeline.cells import Cell
-from pipeline.records import Record, Status, write_atomically
-from pipeline.todo import Item
+from pipeline.records import Record, RecordWriteError, Status, parse_record, write_atomically
+from pipeline.supervise import Outcome, Supervisor
+from pipeline.todo import Chunk, Item
 
 CELL = Cell(
     experiment="step_time", implementation="pytorch", n=384, slices=384, heads=4, head_dim=32, family="openfold", seed=0,
@@ -56,3 +61,65 @@ def test_a_rank_without_a_record_fails_the_cell(tmp_path: Path) -> None:
     assert "2 of 4 ranks failed" in record.reason
     assert "rank 2: not a whole JSON line" in record.reason
     assert "rank 3: left no record" in record.reason
+
+
+FULL = "cannot write rank-1.json: No space left on device. Nothing half-written was left"
+DISK = Outcome("disk", {"event": "disk", "errno": errno.ENOSPC, "error": FULL})
+READY = Outcome("ready", {"event": "ready"})
+
+
+class Told:
+    """In the place of the worker of a rank: its outcomes one after another, the last again and again."""
+
+    def __init__(self, *outcomes: Outcome) -> None:
+        self.machine: dict[str, Any] = {}
+        self.ended = False
+        self._outcomes = list(outcomes)
+
+    def wait(self, _seconds: float, _stop: Any) -> Outcome:
+        return self._outcomes.pop(0) if len(self._outcomes) > 1 else self._outcomes[0]
+
+    def send(self, _line: str) -> None:
+        pass
+
+    def finish(self) -> None:
+        self.ended = True
+
+    kill = close = finish
+
+
+def test_a_disk_that_is_full_is_named_by_the_run() -> None:
+    """As when one process computes a cell: there is no room for a record of it."""
+    workers = [Told(READY, Outcome("timeout")), Told(READY, DISK)]
+    with pytest.raises(RecordWriteError, match="No space left on device"):
+        ranks._watch(workers, ITEM, 60, 60, threading.Event())  # type: ignore[arg-type]
+    assert all(worker.ended for worker in workers)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "status", "reason"),
+    [
+        ((READY, DISK), Status.FAILED, FULL),
+        ((Outcome("timeout"),), Status.TIMEOUT, "was not ready after 600 s"),
+        ((READY, Outcome("timeout")), Status.TIMEOUT, "had not ended after 7 s"),
+    ],
+)
+def test_what_became_of_a_rank_on_another_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcomes: tuple[Outcome, ...], status: Status, reason: str
+) -> None:
+    worker = Told(*outcomes)
+    monkeypatch.setattr(supervise, "Worker", lambda *_, **__: worker)
+    monkeypatch.setattr(ranks, "GRACE_S", 0)
+    monkeypatch.setenv("RANK", "1")
+    chunk = Chunk(kernel_digest="k", timeout_s={"step_time": 7}, items=[ITEM])
+    assert not ranks.run_one_rank(chunk, tmp_path, tmp_path, "cpu", threading.Event())
+    record = parse_record(ranks.rank_file(tmp_path, ITEM, 1))
+    assert (record.status, record.reason) == (status, reason) and worker.ended
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_a_cell_of_two_nodes_is_not_run_on_one(tmp_path: Path, device: str) -> None:
+    chunk = Chunk(kernel_digest="k", timeout_s={"step_time": 7}, items=[ITEM])
+    record = ranks.run_ranks(Supervisor(chunk, tmp_path, [(device, {})] * 4, tmp_path, lambda _event: None), ITEM)
+    assert record.status is Status.NOT_RUN and record.attempt == 2
+    assert "needs 2 nodes together, and this is one: give a Slurm site" in (record.reason or "")

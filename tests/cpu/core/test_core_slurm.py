@@ -176,6 +176,13 @@ def test_a_partition_that_does_not_exist_names_those_that_do(tmp_path: Path, mon
         slurm.check_cluster(SITE)
 
 
+def test_every_partition_of_a_list_must_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_programs(tmp_path / "bin", monkeypatch, sbatch="", squeue="", srun="", sinfo="printf 'gpus\\ncpu\\n'")
+    slurm.check_cluster(SITE.model_copy(update={"partition": "cpu,gpus"}))
+    with pytest.raises(LaunchError, match="'gpu' does not exist"):
+        slurm.check_cluster(SITE.model_copy(update={"partition": "cpu,gpu"}))
+
+
 def test_a_controller_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_programs(tmp_path / "bin", monkeypatch, sbatch="", squeue="", srun="", sinfo="exit 1")
     with pytest.raises(LaunchError, match="controller cannot be reached"):

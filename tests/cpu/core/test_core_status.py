@@ -68,6 +68,21 @@ def test_only_what_is_not_available_left_is_complete(folder: RunFolder) -> None:
     assert stream.getvalue().splitlines()[-1] == "complete"
 
 
+def test_what_is_too_large_for_this_machine_has_not_failed(folder: RunFolder) -> None:
+    for cell in plan(CONFIG):
+        if cell.implementation in ("eager", "lma"):
+            folder.store.write(Record(cell=cell, cell_id=cell.id, status=Status.OK, kernel_digest="k"))
+        elif cell.implementation == "sdpa":
+            folder.store.write(failure(cell, Status.NOT_RUN, "needs 16 GPUs together", kernel_digest="k"))
+    assert not read_status(folder.root).bad
+    stream = io.StringIO()
+    print_status(folder.root, Console(file=stream, width=200))
+    lines = stream.getvalue().splitlines()
+    assert "not run: sdpa (2 cells): needs 16 GPUs together" in lines and lines[-1] == "complete"
+    assert not any("failed" in line for line in lines)
+    assert next(line.split() for line in lines if "sdpa" in line) == ["accuracy", "sdpa", "2"]
+
+
 def test_the_status_for_other_programs(folder: RunFolder) -> None:
     write_status(folder.root)
     data = json.loads((folder.root / "status.json").read_text())
@@ -102,12 +117,12 @@ def test_the_doctor_looks_at_everything() -> None:
 
 def test_the_doctor_says_what_a_site_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = tmp_path / "site.yaml"
-    site.write_text("executor: slurm\npartition: gpus\ncontainer: {runtime: apptainer, image: /no/such.sif}")
+    site.write_text("executor: slurm\npartition: gpus,gpu\ncontainer: {runtime: apptainer, image: /no/such.sif}")
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None if name == "apptainer" else f"/usr/bin/{name}")
     monkeypatch.setattr(doctor, "_compiler", lambda: iter(()))
     monkeypatch.setattr(slurm_state, "partitions", lambda: ["gpu"])
     monkeypatch.setattr(slurm_state, "ask", lambda _: None)
     wrong = {finding.subject: finding for finding in doctor.examine(site) if finding.good is False}
     assert set(wrong) == {"site: partition", "container runtime", "container image"}
-    assert wrong["site: partition"].advice == "one of gpu"
+    assert (wrong["site: partition"].text, wrong["site: partition"].advice) == ("gpus does not exist", "one of gpu")
     assert "submitit" not in wrong

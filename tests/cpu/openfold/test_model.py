@@ -2,6 +2,7 @@ import pytest
 import torch
 from scipy.stats import truncnorm
 
+from pipeline.config import MOST_RECYCLES
 from pipeline.openfold import model
 
 
@@ -79,6 +80,7 @@ def test_recycles_are_fixed_within_the_range_of_training(modules):
     network = modules("pytorch", 0.1).model
     model.fix_recycles(network, 2)
     assert [network.synced_generator.integers(low=0, high=4) for _ in range(3)] == [2, 2, 2]
+    assert network.shared.num_recycles == MOST_RECYCLES, "the configuration accepts what the model does"
     with pytest.raises(ValueError, match="trains with 0 to 3 recycles; asked for 4"):
         model.fix_recycles(network, 4)
 

@@ -144,11 +144,21 @@ def test_runs_are_planned_and_their_names_checked():
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("cuequivariance", "needs a CUDA device"), ("turbopair.x", "no run 'turbopair.x'; it has pytorch_fp32"), ("odd", "no backend 'odd'")],
+    [
+        ("cuequivariance", "needs a CUDA device"),
+        ("turbopair.x", "no run 'turbopair.x'; it has pytorch_fp32"),
+        ("odd", "no backend 'odd'"),
+    ],
 )
 def test_what_cannot_run_has_a_reason(openfold3, name, reason):
     with pytest.raises(Unsupported, match=reason):
         stability.run(cell(name), CPU)
+
+
+def test_a_crop_without_a_batch_is_refused_before_a_model_is_built(openfold3, monkeypatch):
+    monkeypatch.setattr(model, "fresh", lambda *args: pytest.fail("a model was built"))
+    with pytest.raises(Unsupported, match="no stored OpenFold3 batch has 1000 tokens"):
+        stability.run(cell("pytorch", n=1000), CPU)
 
 
 def test_every_name_is_a_run():

@@ -17,7 +17,7 @@ from torch import Tensor
 import turbopair
 from pipeline import REPOSITORY, cli
 from pipeline.cells import EXPERIMENTS
-from turbopair import native
+from turbopair import digest, native
 from turbopair.triangle_attention.contract import MAX_HEAD_DIM
 
 DOCUMENTS = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md")]
@@ -82,6 +82,11 @@ def test_commands_exist(command: str) -> None:
             assert set(parsed.args) & set(EXPERIMENTS)
     else:
         raise AssertionError(f"a command of another kind: {command}")
+
+
+def test_the_guide_names_what_changes_the_kernel_digest() -> None:
+    guide = TEXTS["CONTRIBUTING.md"]
+    assert all(f"`{name}`" in guide for name in (*digest.TRITON_SOURCES, "kernels/csrc/", f"kernels/{digest.FLAGS_FILE}"))
 
 
 def test_the_two_commands_come_first() -> None:

@@ -147,6 +147,16 @@ def test_not_installed_and_unsupported_are_typed() -> None:
     assert limit.status is Status.UNSUPPORTED and "72" in str(limit.reason)
 
 
+@pytest.mark.parametrize("refuses", ["limits", "bind"])
+def test_a_refusal_without_a_reason_is_one_all_the_same(refuses: str, temporary: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = Odd("mute", lambda out: out)
+    monkeypatch.setattr(peer, "limits", lambda case, device: "" if refuses == "limits" else None)
+    monkeypatch.setattr(peer, "bind", lambda inputs: exec("raise base.Unsupported", {"base": base}))
+    record = run("accuracy", temporary(peer))
+    assert (record.status, record.reason) == (Status.UNSUPPORTED, base.NO_REASON)
+    assert peer.supports(None, CPU) == (base.NO_REASON if refuses == "limits" else None)
+
+
 def test_an_unknown_implementation_names_the_known() -> None:
     record = run("accuracy", "egaer")
     assert record.status is Status.FAILED and "known are" in str(record.reason)

@@ -195,6 +195,14 @@ def test_a_name_is_taken_once(temporary: Callable[[base.Implementation], str]) -
         temporary(thief)
 
 
+@pytest.mark.parametrize("name", ["my-kernel", "a b", "", "mine\n"])
+def test_a_name_fits_into_a_file_name(name: str, temporary: Callable[[base.Implementation], str]) -> None:
+    peer = Mutant("nan")
+    peer.name = name
+    with pytest.raises(ConfigError, match=r"Mutant'>: name = '.*' is not accepted; a name is of letters, digits, '_', '\.' and '\+'"):
+        temporary(peer)
+
+
 # Peers that need a GPU, checked through stand-ins that follow the documented contract of each: layouts, the meaning of
 # the mask and the order of arguments. The stand-ins avoid PyTorch's softmax, which would count as a fallback.
 

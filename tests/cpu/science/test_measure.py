@@ -1,4 +1,5 @@
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +29,69 @@ class FakeClock:
 
     def timer(self, **settings: float) -> Timer:
         return Timer(self, now=lambda: self.seconds, **settings)
+
+
+class FakeGpu:
+    """A GPU and its host: the time of the host, and until when the GPU has work, in milliseconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.host = self.busy_until = 0.0
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at = max(gpu.host, gpu.busy_until)
+
+            def query(self) -> bool:
+                return gpu.host >= self.at
+
+            def synchronize(self) -> None:
+                gpu.host = max(gpu.host, self.at)
+
+            def elapsed_time(self, stop: "Event") -> float:
+                return stop.at - self.at
+
+        class Flush:
+            def zero_(self) -> None:
+                gpu.launch(0.25, host=0.002)
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: gpu.synchronize())
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=1 << 20))
+        monkeypatch.setattr(torch, "empty", lambda *size, **options: Flush())
+        self.watch = measure.CudaStopwatch(torch.device("cuda"))
+
+    def launch(self, work: float, host: float) -> None:
+        self.host += host
+        self.busy_until = max(self.busy_until, self.host) + work
+
+    def synchronize(self) -> None:
+        self.host = max(self.host, self.busy_until)
+
+    def kernels(self, number: int, host: float) -> Step:
+        """As many kernels of 0.1 ms, each taking the host as long."""
+        return Step(lambda _: [self.launch(0.1, host) for _ in range(number)])
+
+
+@pytest.mark.parametrize("host", [0.01, 0.5, 1.0, 2.0])
+def test_a_slow_host_is_not_in_the_time_of_the_gpu(monkeypatch: pytest.MonkeyPatch, host: float) -> None:
+    """Up to 20 ms of it: gaps between the kernels would be up to twenty times their work."""
+    gpu = FakeGpu(monkeypatch)
+    assert gpu.watch.milliseconds(gpu.kernels(10, host)) == pytest.approx(1.0)
+
+
+def test_a_call_that_waits_for_the_gpu_is_timed_with_its_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(monkeypatch)
+
+    def call(_: object) -> None:
+        gpu.launch(0.1, host=0.01)
+        gpu.synchronize()
+        gpu.launch(0.1, host=1.0)
+
+    assert gpu.watch.milliseconds(Step(call)) == pytest.approx(1.2)
 
 
 def test_drifting_first_samples_are_discarded() -> None:

@@ -87,6 +87,26 @@ def test_other_families_are_told_but_not_judged():
     assert found.verdict is Verdict.REPRODUCED and "peaked 10 to 10 %" in found.measured
 
 
+@pytest.mark.parametrize("done", [1, 0])
+def test_cases_that_only_the_plain_form_could_do_refute_the_residual(done):
+    records = ablation((1.0,) * 4, (0.6,) * 4, seeds=range(5))
+    lost = [syn.record(r.cell, None, Status.FAILED, "boom") for r in records if r.cell.implementation == "turbopair.paper"]
+    found = claim([*records[: 5 + done], *lost[done:]], "residual")
+    told = {1: "on 1 of 600 cases; 4 of 10 failed: boom", 0: "5 of 10 failed: boom"}
+    assert found.words == f"not reproduced ({told[done]})"
+    assert ("dQ 40.0 %" in found.measured) == bool(done)
+
+
+def test_cases_of_the_residual_that_were_not_run_are_told():
+    records = ablation((1.0,) * 4, (0.6,) * 4, seeds=range(5))
+    found = claim(records[:6], "residual", [r.cell for r in records])
+    assert found.words == "reproduced (on 1 of 600 cases; 4 of 10 not run: no record yet)"
+    # at sizes of the claim they decide, although others have numbers
+    lost = syn.record(syn.cell("ablation", "turbopair.paper"), None, Status.FAILED, "boom")
+    small = ablation((1.0,) * 4, (0.6,) * 4, n=64)
+    assert claim([*records[:1], lost, *small], "residual").words == "not reproduced (1 of 4 failed: boom)"
+
+
 def test_residual_not_run_says_why():
     failed = [syn.record(syn.cell("ablation", "turbopair.paper"), None, Status.FAILED, "illegal instruction")]
     assert claim(failed, "residual").words == "not run (failed: illegal instruction)"
@@ -126,6 +146,25 @@ def test_each_precision_is_judged_by_itself():
 
 def lost(name, seed=0):
     return syn.record(syn.cell("accuracy", name, seed=seed), None, Status.OOM, "out of GPU memory")
+
+
+def test_a_case_that_turbopair_failed_and_another_did_is_not_lowest():
+    records = accuracies((1.0,) * 4, {"sdpa": (1.5,) * 4})
+    found = claim([lost("turbopair.paper"), *records[1:]], "lowest_rmse.paper")
+    assert found.words == "not reproduced (on 1 of 600 cases; 1 case that only others could do; 1 of 2 oom: out of GPU memory)"
+    assert "below PyTorch SDPA" in found.measured
+    # what no other did decides nothing, nor what was not run; both are told
+    found = claim([lost("turbopair.paper"), records[1], lost("sdpa"), records[3]], "lowest_rmse.paper")
+    assert found.words == "reproduced (on 1 of 600 cases; 1 of 2 oom: out of GPU memory)"
+    found = claim(records[1:], "lowest_rmse.paper", [records[0].cell])
+    assert found.words == "reproduced (on 1 of 600 cases; 1 of 2 not run: no record yet)"
+
+
+def test_lowest_without_any_own_case():
+    own, peer = [lost("turbopair.paper", s) for s in (0, 1)], accuracies((1.0,) * 4, {"sdpa": (1.5,) * 4})[2:]
+    assert claim(own, "lowest_rmse.paper").words == "not run (oom: out of GPU memory)"
+    assert claim([*own, *peer], "lowest_rmse.paper").words == "not reproduced (2 cases that only others could do; oom: out of GPU memory)"
+    assert claim([own[0], *peer[1:]], "lowest_rmse.paper").words == "not run (oom: out of GPU memory)"
 
 
 def test_a_peer_without_all_cases_is_compared_on_those_that_it_has():
@@ -214,12 +253,29 @@ def test_bitwise_of_peers_does_not_count():
     assert claim([syn.determinism("sdpa")], "bitwise").verdict is Verdict.NOT_RUN
 
 
-def test_bitwise_names_failed_cases():
+@pytest.mark.parametrize(
+    ("status", "n", "verdict"),
+    [
+        (Status.OOM, 384, Verdict.NOT_REPRODUCED),
+        (Status.FAILED, 384, Verdict.NOT_REPRODUCED),
+        (Status.CANCELLED, 384, Verdict.REPRODUCED),
+        (Status.OOM, 2048, Verdict.REPRODUCED),  # no size of the claim
+    ],
+)
+def test_bitwise_names_failed_cases(status, n, verdict):
     records = [
         syn.determinism("turbopair.exact"),
-        syn.record(syn.cell("determinism", "turbopair.exact", seed=1), None, Status.OOM, "too large"),
+        syn.record(syn.cell("determinism", "turbopair.exact", n, seed=1), None, status, "too large"),
     ]
-    assert claim(records, "bitwise").scope == "on 1 of 600 cases; 1 of 2 oom: too large"
+    found = claim(records, "bitwise")
+    assert found.verdict is verdict and found.scope == f"on 1 of 600 cases; 1 of 2 {status.value}: too large"
+
+
+def test_bitwise_of_nothing_is_refuted_by_a_peer_only():
+    failed = syn.record(syn.cell("determinism", "turbopair.exact"), None, Status.FAILED, "boom")
+    assert claim([failed], "bitwise").words == "not run (failed: boom)"
+    found = claim([failed, syn.determinism("sdpa")], "bitwise")
+    assert found.words == "not reproduced (1 case that only others could do; failed: boom)"
 
 
 # --- optimizer step --------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from pipeline.claims import to_table
 from pipeline.config import ExperimentConfig
 from pipeline.records import RecordStore, RecordWriteError, Status
 from pipeline.show import show
-from pipeline.tables import write_all
+from pipeline.tables import build, write_all
 
 ATTACK = '<script>alert("x")</script><img src=x onerror=alert(1)> & \' "'
 
@@ -126,6 +126,35 @@ def test_times_of_a_wide_spread_are_drawn_hollow():
     assert markers(0.02, 0.08) == ([[768], [768]], ["PyTorch SDPA, expanded bias", "hollow: spread of this time > 5%"])
 
 
+def test_a_time_that_the_table_does_not_show_is_not_drawn(tmp_path):
+    """The gate of a figure is that of the table, failed accuracy cases included."""
+    failed = syn.record(syn.cell("accuracy", "trifast", seed=1), None, Status.FAILED, "wrong")
+    records = [syn.timing("sdpa"), syn.timing("trifast"), syn.accuracy("sdpa"), syn.accuracy("trifast"), failed]
+    reasons = {row.data["implementation"]: row.reason for row in build("kernel_time", records).sections[0].rows}
+    assert reasons == {"sdpa": None, "trifast": "accuracy gate: at N = 384: 1 of 2 failed: wrong"}
+    legend = []
+
+    def save(figure, *_):
+        legend.append([text.get_text() for text in figure.legends[0].get_texts()])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "_save", save)
+        figures.draw_all(summary.frame([r for r in records if r.cell.experiment != "accuracy" or r.cell.seed]), tmp_path)
+        figures.draw_all(summary.frame(records), tmp_path)
+    assert ["PyTorch SDPA, expanded bias"] in legend and not any("trifast" in names for names in legend)
+
+
+def test_a_call_with_a_shut_gate_hides_its_row_in_table_and_figure():
+    wrong = syn.errors((1.0,) * 4, rms=1e-5)
+    calls = [syn.timing("sdpa", seed=s) for s in (0, 1)]
+    bad = calls[1].model_copy(update={"metrics": {**calls[1].metrics, **wrong}})
+    records = [calls[0], bad, syn.timing("flex"), syn.accuracy("sdpa"), syn.accuracy("flex")]
+    reasons = {row.data["implementation"]: row.reason for row in build("kernel_time", records).sections[0].rows}
+    assert reasons == {"sdpa": "accuracy gate: relative RMSE of O is 25, above 0.2", "flex": None}
+    figure = figures._kernel_time(figures._lines(["sdpa", "flex"]), summary.frame(records))
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["FlexAttention (torch.compile)"]
+
+
 def test_panels_of_the_step_hold_what_was_measured_on_one_scale():
     records = [syn.step("pytorch", busy=9.0), syn.step("turbopair", busy=4.0), syn.step("turbopair", busy=4.1, ranks=2)]
     figure = figures._step_time(summary.frame(records))
@@ -217,10 +246,10 @@ def test_show_says_each_reason_once():
         return syn.record(syn.cell("kernel_time", "trifast", n=n), None, Status.FAILED, reason)
 
     text = terminal("kernel_time", [failed(384, "no compiler"), failed(768, "no compiler"), syn.timing("eager"), syn.accuracy("eager")])
-    assert text.count("trifast") == 1 and "\ntrifast: failed: no compiler\n" in text
+    assert text.count("trifast") == 1 and "\ntrifast: failed: no compiler\n" in text and "\u2500" in text
     text = terminal("kernel_time", [failed(384, "no compiler"), failed(768, "out of memory")])
     assert "\ntrifast, N 384: failed: no compiler\ntrifast, N 768: failed: out of memory\n" in text
-    assert "fwd+bwd" not in text  # no row has a number: no grid
+    assert "\u2500" not in text  # no row has a number: no grid
     sections = [syn.record(syn.cell("accuracy", "trifast", family=f), None, Status.FAILED, "no compiler") for f in ("normal", "offset")]
     text = terminal("accuracy", sections)
     assert text.count("trifast: failed: no compiler") == 1 and text.count("as above: trifast") == 1

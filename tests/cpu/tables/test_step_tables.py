@@ -125,13 +125,27 @@ def test_stability_without_an_fp32_run_has_no_comparison_of_losses():
 def test_stability_is_drawn(tmp_path):
     (drawing,) = figures.draw_all(summary.frame(runs()), tmp_path)
     assert drawing.table == "stability" and all(path.stat().st_size > 5000 for path in drawing.paths)
+    one, *rest = runs()
+    without = one.model_copy(update={"metrics": {k: v for k, v in one.metrics.items() if k != "every"}})
+    assert figures.draw_all(summary.frame([without, *rest]), tmp_path)
 
 
 def test_a_damaged_curve_is_named():
     records = runs()
     records[1] = records[1].model_copy(update={"metrics": {**records[1].metrics, "curve.loss": "[1.0, 2.0"}})
-    with pytest.raises(ValueError, match=r"not a curve: '\[1\.0, 2\.0' is not JSON"):
-        build("stability", records)
+    (section,) = build("stability", records).sections
+    reasons = {row.data["implementation"]: row.reason for row in section.rows}
+    assert reasons.pop(records[1].cell.implementation) == "failed: curve.loss is '[1.0, 2.0', not a list of usable numbers" and not any(
+        reasons.values()
+    )
+
+
+def test_a_run_of_training_without_its_steps_or_with_a_loss_of_zero_is_a_row():
+    exact, own = (syn.run_of_steps(name, [0.0, 3.0]) for name in ("pytorch_fp32", "turbopair.paper"))
+    own = own.model_copy(update={"metrics": {k: v for k, v in own.metrics.items() if k != "steps_done"}})
+    exact_row, own_row = build("stability", [exact, own]).sections[0].rows
+    assert exact_row.values["steps_done"].text == "2" and "steps_done" not in own_row.values
+    assert own_row.reason is None and "apart" not in own_row.values
 
 
 def test_curves_are_text_and_back():

@@ -7,6 +7,7 @@ import synthetic as syn
 import turbopair
 from pipeline import summary
 from pipeline.cells import EXPERIMENTS
+from pipeline.provenance import footnotes
 from pipeline.records import Record, Status
 from pipeline.table_model import to_csv, to_latex, to_markdown
 from pipeline.tables import TableError, build, write_all
@@ -99,7 +100,17 @@ def test_non_finite_is_failed_and_never_averaged():
     for record in (bad, unchecked):
         row = build("accuracy", [good, record]).sections[0].rows[0]
         assert row.data["ratio.dq.mean"] == 2.0 and row.values["n"].text == "1/2"
-        assert "non-finite rmse.dq" in row.remark
+        assert ("rmse.dq is nan, not a usable number" if record is unchecked else "non-finite rmse.dq") in row.remark
+
+
+def test_a_table_that_is_no_part_of_the_run_has_no_notes():
+    """Those of other experiments would say that its records hold numbers."""
+    records = [syn.timing("sdpa"), syn.accuracy("sdpa")]
+    assert build("step_time", records).footnotes == []
+    planned = build("step_time", records, [syn.step("triton").cell])
+    assert planned.sections and planned.footnotes == []
+    assert build("kernel_time", records).footnotes[1].endswith("measured calls; a time's spread is (p90 - p10) / median.")
+    assert footnotes("claims", records)[-1] == "2 of 2 records hold numbers."  # which rest on all
 
 
 # --- machines and kernel sources -------------------------------------------------------------------------------------
@@ -408,6 +419,26 @@ def test_error_of_another_number_of_slices_is_starred():
     table = build("kernel_time", [syn.timing("sdpa", 384), syn.record(syn.cell("accuracy", "sdpa", 384, slices=8), syn.errors((1,) * 4))])
     assert table.sections[0].rows[0].values["rmse.dbias"].text.endswith("*")
     assert table.sections[0].note.endswith("N = 384, I = 8.")
+
+
+def waiting(record, factor):
+    """The record with a forward + backward of ``factor`` times its parts."""
+    ms = factor * (record.metrics["ms.forward_grad"] + record.metrics["ms.backward"])
+    return record.model_copy(update={"metrics": {**record.metrics, "ms.both": ms, "ms.both.p10": ms, "ms.both.p90": ms}})
+
+
+@pytest.mark.parametrize(("quick", "slow", "best"), [(1, 1.2, "turbopair.paper"), (1, 1.08, "turbopair.paper"), (2, 1, None)])
+def test_a_time_in_which_the_gpu_waits_for_the_host_is_not_compared(quick, slow, best):
+    """Nor is another called the fastest that may not be: turbopair's parts are faster than cuEquivariance (the third case)."""
+    paper, other = waiting(syn.timing("turbopair.paper"), quick), waiting(syn.timing("cuequivariance"), slow)
+    errors = [syn.accuracy(name) for name in ("eager", "turbopair.paper", "cuequivariance")]
+    section = build("kernel_time", [syn.timing("eager"), paper, other, *errors]).sections[0]
+    for name, factor in (("turbopair.paper", quick), ("cuequivariance", slow)):
+        row = row_of(section, name)
+        assert row.remark == ("fwd+bwd waits for the host" if factor > 1.1 else None)
+        assert ("speedup" in row.values) == (factor <= 1.1)
+        assert row.values["ms.both"].best == (name == best)
+        assert row.values["ms.backward"].best == (name == "turbopair.paper")
 
 
 def test_large_spread_and_throttling_are_said():
