@@ -62,27 +62,32 @@ build:
 site: $(READY) | build
 	@$(BIN)/python -m pipeline site --write build/site.yaml
 
+# A shell word, whatever is in the text.
+quoted = '$(subst ','\'',$(1))'
+
 # As a shell word: without RESULTS the folder is that of `pipeline run`, by the name that is in the configuration, not by that of the file.
-NAME := from pathlib import Path; from pipeline.config import read; print(read(Path("$(CONFIG)")).name)
-FOLDER = $(if $(RESULTS),'$(RESULTS)',results/"$$($(BIN)/python -c '$(NAME)')")
+NAME := import sys; from pathlib import Path; from pipeline.config import read; print(read(Path(sys.argv[1])).name)
+FOLDER = $(if $(RESULTS),$(call quoted,$(RESULTS)),results/"$$($(BIN)/python -c '$(NAME)' $(call quoted,$(CONFIG)))")
 
 run: $(READY) kernels $(if $(filter build/site.yaml,$(SITE)),site)
-	@profile=local; if grep -qs '^executor: slurm' '$(SITE)'; then profile=slurm; fi; \
+	@$(foreach name,CONFIG SITE,$(if $($(name)),,$(error $(name) is empty: name a file, or leave it out)))
+	@profile=local; if grep -qs '^executor: slurm' $(call quoted,$(SITE)); then profile=slurm; fi; \
 	$(BIN)/python -m pipeline workflow --profile config/profiles/$$profile \
-	    --config config='$(CONFIG)' site='$(SITE)' $(if $(RESULTS),results='$(RESULTS)') || { status=$$?; \
+	    --config config=$(call quoted,$(CONFIG)) site=$(call quoted,$(SITE)) $(if $(RESULTS),results=$(call quoted,$(RESULTS))) || { status=$$?; \
 	    if [ $$status = 1 ]; then \
-	        folder=$(FOLDER); \
-	        echo "the workflow failed; its logs are in $$folder/jobs/logs, its state: $(BIN)/python -m pipeline status $$folder" >&2; \
+	        folder=$(FOLDER); state=; \
+	        if [ -e "$$folder/config.yaml" ]; then state=", its state: $(BIN)/python -m pipeline status $$(printf %q "$$folder")"; fi; \
+	        echo "the workflow failed; its logs are in $$folder/jobs/logs$$state" >&2; \
 	    fi; exit $$status; }  # 2: nothing began, 128 and more: stopped; both were said
 	@folder=$(FOLDER); \
 	$(BIN)/python -m pipeline show claims "$$folder"; \
 	printf '%s\n' '' "tables:  $$folder/tables (Markdown, LaTeX, CSV)" "figures: $$folder/figures" "claims:  $$folder/claims.md" \
 	    "report:  $$folder/report.html (open it in a browser)" \
-	    "here:    $(BIN)/python -m pipeline show accuracy $$folder"
+	    "here:    $(BIN)/python -m pipeline show accuracy $$(printf %q "$$folder")"
 
 # The image: SIF file or OCI archive in build/container, see containers/README.md. Nothing is built when nothing changed.
 container: $(READY)
-	@$(BIN)/python -m pipeline container build --config '$(IMAGE)'
+	@$(BIN)/python -m pipeline container build --config $(call quoted,$(IMAGE))
 
 lint: $(READY)
 	@$(BIN)/ruff check --quiet .

@@ -18,12 +18,13 @@ sys.path.insert(0, workflow.basedir)
 
 from pipeline import container_build, workflow as before
 
-CONFIG = Path(config.get("config", "config/smoke.yaml"))
-SITE = Path(config.get("site", "config/sites/local.yaml"))
-IMAGE = config.get("image", "containers/image.yaml")
-PYTHON = config.get("python", sys.executable)
-SETTINGS, PLACE = before.read(CONFIG, SITE)
-RESULTS = config.get("results", f"results/{SETTINGS.name}")
+GIVEN = before.values(config, sys.argv[1:] if workflow.is_main_process else [])
+CONFIG = GIVEN.get("config") or "config/smoke.yaml"
+SITE = GIVEN.get("site") or "config/sites/local.yaml"
+IMAGE = GIVEN.get("image") or "containers/image.yaml"
+PYTHON = GIVEN.get("python") or sys.executable
+SETTINGS, PLACE = before.read(Path(CONFIG), Path(SITE))
+RESULTS = GIVEN.get("results") or f"results/{SETTINGS.name}"
 SHOWN = [f"{RESULTS}/claims.md", f"{RESULTS}/report.html"]
 THREADS = before.threads(PLACE, workflow.resource_settings.cores and workflow.cores)
 
@@ -31,7 +32,7 @@ wildcard_constraints:
     experiment="accuracy|determinism|ablation|kernel_time|step_time|stability",
 
 onsuccess:
-    shell("[ ! -e {RESULTS}/config.yaml ] || {PYTHON} -m pipeline status {RESULTS}")  # the image alone is no run
+    shell("[ ! -e {RESULTS:q}/config.yaml ] || {PYTHON:q} -m pipeline status {RESULTS:q}")  # the image alone is no run
 
 rule all:
     input: SHOWN
@@ -65,7 +66,7 @@ rule container:
     output: touch("build/container/done")
     log: "build/container/snakemake.log"
     resources: mem_mb=16000
-    shell: "exec {PYTHON} -m pipeline container build --config {IMAGE} > {log} 2>&1"
+    shell: "exec {PYTHON:q} -m pipeline container build --config {IMAGE:q} > {log} 2>&1"
 
 rule measure:
     input: CONFIG, SITE
@@ -74,8 +75,8 @@ rule measure:
     message: "{wildcards.experiment}: log in {log}"
     threads: THREADS
     resources: mem_mb=16000
-    shell: "exec {PYTHON} -m pipeline run --config {CONFIG} --site {SITE} --results {RESULTS} --experiment {wildcards.experiment}"
-           " --keep-going --no-tables --log {log}"
+    shell: "exec {PYTHON:q} -m pipeline run --config {CONFIG:q} --site {SITE:q} --results {RESULTS:q}"
+           " --experiment {wildcards.experiment} --keep-going --no-tables --log {log:q}"
 
 rule write_tables:
     input: expand(f"{RESULTS}/jobs/{{experiment}}.done", experiment=SETTINGS.experiments())
@@ -83,7 +84,7 @@ rule write_tables:
     log: f"{RESULTS}/jobs/logs/snakemake-tables.log"
     message: "tables, figures, claims and report in {RESULTS}"
     resources: mem_mb=4000
-    shell: "exec {PYTHON} -m pipeline tables {RESULTS} --log {log}"
+    shell: "exec {PYTHON:q} -m pipeline tables {RESULTS:q} --log {log:q}"
 
 if workflow.is_main_process:
     before.check(SETTINGS, PLACE, Path(RESULTS), sys.argv[1:], [rule.name for rule in workflow.rules if not rule.has_wildcards()])

@@ -106,13 +106,25 @@ def _why_not(part: pd.DataFrame, what: str) -> str:
     return summary.shortfall(part) or f"no {what} in this run" if len(part) else f"no {what} in this run"
 
 
-def _basis(part: pd.DataFrame) -> tuple[pd.DataFrame, str, bool]:
-    """The rows a claim about errors is judged on, their class in words, and whether they have the claim's sizes.
+def _basis(tried: pd.DataFrame, others: pd.DataFrame) -> tuple[pd.DataFrame, str, bool, pd.DataFrame]:
+    """What of ``tried`` a claim about errors rests on: :func:`_chosen` of the rows with numbers, and the defeats that refute it.
+
+    Those are of cases that ``others`` have numbers of, and count even where no row has numbers of their class and sizes. What
+    nobody could do is only told: it takes no row's place.
+    """
+    at_stake, _, judged = _chosen(tried[tried["ok"] | _done_by(others, tried)])
+    return *_chosen(tried[tried["ok"]]), at_stake[~at_stake["ok"] & judged]
+
+
+def _chosen(part: pd.DataFrame) -> tuple[pd.DataFrame, str, bool]:
+    """The rows of the class and sizes that a claim about errors is judged on, the class in words, whether the claim has the sizes.
 
     Inputs from a normal distribution where there are any (the abstract names no others), else the first family. The
     paper's cases where there are any, else its N and D with fewer slices; other sizes are told, not judged: what the
     residual removes grows with N.
     """
+    if part.empty:
+        return part, "", False
     groups = summary.classes(part)
     keys, rows = next(((k, r) for k, r in groups if k["family"] == "normal" and k["bias_dtype"] == "bf16"), groups[0])
     for chosen in (_in_paper(rows), _lengths_of_paper(rows)):
@@ -158,13 +170,29 @@ def _scope(device: str, *parts: str) -> str:
 
 def _tried(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows that have numbers, or a defeat; what was not run says nothing."""
-    return rows[rows["ok"] | rows["status"].isin(DEFEATS)]
+    return rows[rows["ok"] | _defeats(rows)]
 
 
-def _only_others(lost: pd.DataFrame, others: pd.DataFrame) -> str:
-    """How many of the cases ``lost`` the ``others`` have numbers of, in words; empty if none: what nobody could do decides nothing."""
-    cases = lost[CASE].drop_duplicates().merge(others.loc[others["ok"], CASE].drop_duplicates(), on=CASE)
-    return f"{_count(len(cases), 'case')} that only others could do" if len(cases) else ""
+def _defeats(rows: pd.DataFrame) -> pd.Series:
+    """Which rows say that an implementation could not do the case; a damaged record says nothing of it."""
+    return rows["status"].isin(DEFEATS) & ~rows["damaged"].astype(bool)
+
+
+def _done_by(others: pd.DataFrame, rows: pd.DataFrame) -> pd.Series:
+    """Which ``rows`` are of cases that ``others`` have numbers of."""
+    done = pd.MultiIndex.from_frame(others.loc[others["ok"], CASE])
+    return pd.Series(pd.MultiIndex.from_frame(rows[CASE]).isin(done), index=rows.index)
+
+
+def _only(who: str, beaten: pd.DataFrame) -> str:
+    """How many cases only somebody else could do, in words; empty if none."""
+    return f"{_count(summary.case_count(beaten), 'case')} that only {who} could do" if len(beaten) else ""
+
+
+def _unmeasured(part: pd.DataFrame, what: str, device: str, beaten: str) -> tuple[Verdict, str]:
+    """The verdict where no case has numbers, and its scope: cases that only others could do refute a claim all the same."""
+    scope = _scope(device, beaten, summary.shortfall(part) or "")
+    return (Verdict.NOT_REPRODUCED, scope) if beaten else (Verdict.NOT_RUN, _why_not(part, what))
 
 
 def _residual(data: pd.DataFrame, device: str) -> Claim:
@@ -173,15 +201,13 @@ def _residual(data: pd.DataFrame, device: str) -> Claim:
     part = _experiment(data, "ablation")
     part = part[part["implementation"].isin(["turbopair.plain", "turbopair.paper"])]
     plain = part[part["ok"] & (part["implementation"] == "turbopair.plain")]
-    tried = _tried(part[part["implementation"] == "turbopair.paper"]).merge(plain[CASE].drop_duplicates(), on=CASE)
-    if tried.empty:
-        return Claim("residual", statement, paper, ABSENT, device, "0", Verdict.NOT_RUN, _why_not(part, "ablation"))
-    basis, of_class, judged = _basis(tried)
-    paired, lost, failed = removed_shares(part), not basis["ok"].all(), summary.shortfall(part) or ""
+    tried = _tried(part[part["implementation"] == "turbopair.paper"])
+    basis, of_class, judged, lost = _basis(tried[_done_by(plain, tried)], plain)
+    beaten, failed = _only(label("turbopair.plain"), lost), summary.shortfall(part) or ""
+    if basis.empty:
+        return Claim("residual", statement, paper, ABSENT, device, "0", *_unmeasured(part, "ablation", device, beaten))
+    paired = removed_shares(part)
     rows = paired[paired["cell_id"].isin(basis["cell_id"])]
-    if rows.empty:
-        verdict = Verdict.NOT_REPRODUCED if judged else Verdict.NOT_RUN
-        return Claim("residual", statement, paper, ABSENT, device, "0", verdict, _scope(device, failed))
     cases, coverage = _coverage(rows)
     shares = {t: float(rows[f"removed.{t}"].mean()) for t in CORRECTED}
     measured = ", ".join(f"{SYMBOL[t]} {100 * s:.1f} %" for t, s in shares.items()) + f" ({of_class})"
@@ -193,13 +219,13 @@ def _residual(data: pd.DataFrame, device: str) -> Claim:
     measured += "; other inputs: " + ", ".join(others) if others else ""
     # Compared as printed, in whole per cent like the claim.
     rounded = [round(s, 2) for s in shares.values()]
-    if not judged:
+    if not judged and not beaten:
         verdict, coverage = Verdict.NOT_RUN, _other_sizes(rows)
-    elif lost or any(math.isnan(s) for s in rounded) or min(rounded) < REMOVED[0]:
+    elif beaten or any(math.isnan(s) for s in rounded) or min(rounded) < REMOVED[0]:
         verdict = Verdict.NOT_REPRODUCED
     else:
         verdict = Verdict.EXCEEDED if max(rounded) > REMOVED[1] else Verdict.REPRODUCED
-    return Claim("residual", statement, paper, measured, device, cases, verdict, _scope(device, coverage, failed))
+    return Claim("residual", statement, paper, measured, device, cases, verdict, _scope(device, coverage, beaten, failed))
 
 
 def _lowest(data: pd.DataFrame, device: str, own: str) -> Claim:
@@ -208,15 +234,10 @@ def _lowest(data: pd.DataFrame, device: str, own: str) -> Claim:
     paper = "lowest of all three"
     part = _experiment(data, "accuracy")
     mine, done = part[part["implementation"] == own], part[part["ok"] & ~_of_turbopair(part)]
-    tried, failed = _tried(mine), summary.shortfall(mine) or ""
-    if tried.empty:
-        return Claim(key, statement, paper, ABSENT, device, "0", Verdict.NOT_RUN, _why_not(mine, f"accuracy of {label(own)}"))
-    basis, of_class, judged = _basis(tried)
-    rows, beaten = basis[basis["ok"]], _only_others(basis[~basis["ok"]], done)
+    rows, of_class, judged, lost = _basis(_tried(mine), done)
+    beaten, failed = _only("others", lost), summary.shortfall(mine) or ""
     if rows.empty:
-        if judged and beaten:
-            return Claim(key, statement, paper, ABSENT, device, "0", Verdict.NOT_REPRODUCED, _scope(device, beaten, failed))
-        return Claim(key, statement, paper, ABSENT, device, "0", Verdict.NOT_RUN, failed)
+        return Claim(key, statement, paper, ABSENT, device, "0", *_unmeasured(mine, f"accuracy of {label(own)}", device, beaten))
     cases, coverage = _coverage(rows)
     shared = rows[CASE].drop_duplicates()
     others = {str(name): group.merge(shared, on=CASE) for name, group in done.groupby("implementation", sort=True)}
@@ -225,22 +246,27 @@ def _lowest(data: pd.DataFrame, device: str, own: str) -> Claim:
     partial = {name: same for name, same in others.items() if 0 < len(same) < len(shared)}
     errors = {name: _errors(rows, same) for name, same in (peers | partial).items()}
     above = [name for name in partial if any(_relation(*pair) == "above" for pair in errors[name].values())]
-    texts, verdict = [], Verdict.NOT_REPRODUCED if above or beaten else Verdict.REPRODUCED
+    texts, unknown, contradicted = [], [], bool(above)
     for t in CORRECTED if peers else ():
         compared = {name: errors[name][t] for name in peers if t in errors[name]}
         if not compared:
-            return Claim(key, statement, paper, ABSENT, device, cases, Verdict.NOT_RUN, f"no comparable RMSE of {SYMBOL[t]}")
+            unknown.append(SYMBOL[t])
+            continue
         best = min(compared, key=lambda name: compared[name][1])
         value, error = compared[best]
         relation = _relation(value, error)
         texts.append(f"{SYMBOL[t]} {value:.2e}, {relation} {label(best)} {error:.2e}")
-        if relation == "above":
-            verdict = Verdict.NOT_REPRODUCED
-    if not peers and not above and not beaten:
-        return Claim(key, statement, paper, ABSENT, device, cases, Verdict.NOT_RUN, "no other implementation measured on the same cases")
+        contradicted |= relation == "above"
     scope = [coverage, *(f"above {label(n)} on the {_count(len(partial[n]), 'case')} that it has" for n in above), beaten]
-    if not judged:
+    without = f"no comparable RMSE of {' and '.join(unknown)}" if unknown else ""
+    if beaten or (contradicted and judged):
+        verdict, scope = Verdict.NOT_REPRODUCED, [*scope, without]
+    elif not judged:
         verdict, scope = Verdict.NOT_RUN, [_other_sizes(rows)]
+    elif without or not peers:
+        verdict, scope = Verdict.NOT_RUN, [without or "no other implementation measured on the same cases"]
+    else:
+        verdict = Verdict.REPRODUCED
     measured = "; ".join(texts or [ABSENT]) + f" ({of_class}, {_count(len(peers), 'other')} compared)"
     apart = [label(name) for name in errors if "dbias" not in errors[name]]
     measured += f"; dBias of another type, so not compared: {', '.join(sorted(apart))}" if apart else ""
@@ -283,29 +309,28 @@ def _bitwise(data: pd.DataFrame, device: str) -> Claim:
     statement = "dQ, dK, dV and dBias are bitwise equal over 5 calls in every case (every turbopair precision that was run)"
     paper = "600/600 cases"
     everything = _experiment(data, "determinism")
-    part, peers = everything[_of_turbopair(everything)], everything[~_of_turbopair(everything)]
+    part = everything[_of_turbopair(everything)]
     tried, failed = _tried(part), summary.shortfall(part) or ""
     done, lost = tried[tried["ok"]], tried[~tried["ok"] & _lengths_of_paper(tried)]
+    beaten = _only("others", lost[_done_by(everything, lost)]) if on_gpu(device) else ""
     if done.empty:
-        if on_gpu(device) and (beaten := _only_others(lost, peers)):
-            return Claim("bitwise", statement, paper, ABSENT, device, "0", Verdict.NOT_REPRODUCED, _scope(device, beaten, failed))
-        return Claim("bitwise", statement, paper, ABSENT, device, "0", Verdict.NOT_RUN, _why_not(part, "determinism of turbopair"))
+        return Claim("bitwise", statement, paper, ABSENT, device, "0", *_unmeasured(part, "determinism of turbopair", device, beaten))
     counts = {str(name): (equal_cases(group), len(group)) for name, group in done.groupby("implementation", sort=True)}
     calls = int(metric(done, "calls").min()) if len(metric(done, "calls")) else 0
     measured = ", ".join(f"{label(name)} {equal}/{total}" for name, (equal, total) in counts.items()) + f", {calls} calls"
     # The scope is that of the precision with the fewest cases.
     fewest = min(counts, key=lambda name: int(_in_paper(done[done["implementation"] == name]).sum()))
     cases, coverage = _coverage(done[done["implementation"] == fewest])
-    if any(equal < total for equal, total in counts.values()):
-        return Claim("bitwise", statement, paper, measured, device, cases, Verdict.NOT_REPRODUCED, _scope(device, coverage))
+    if beaten or any(equal < total for equal, total in counts.values()):  # in every case, it says
+        scope = _scope(device, coverage, beaten, failed)
+        return Claim("bitwise", statement, paper, measured, device, cases, Verdict.NOT_REPRODUCED, scope)
     if not on_gpu(device):
         return Claim("bitwise", statement, paper, measured, device, cases, Verdict.NOT_RUN, "no GPU; the figures are the CPU emulation's")
     if calls < 5:
         return Claim("bitwise", statement, paper, measured, device, cases, Verdict.NOT_RUN, f"only {calls} calls a case, the claim has 5")
     if not _lengths_of_paper(done).any():
         return Claim("bitwise", statement, paper, measured, device, cases, Verdict.NOT_RUN, _other_sizes(done))
-    verdict = Verdict.REPRODUCED if lost.empty else Verdict.NOT_REPRODUCED  # in every case, it says
-    return Claim("bitwise", statement, paper, measured, device, cases, verdict, _scope(device, coverage, failed))
+    return Claim("bitwise", statement, paper, measured, device, cases, Verdict.REPRODUCED, _scope(device, coverage, failed))
 
 
 def _step_rows(data: pd.DataFrame, crop: int | None = None) -> tuple[pd.DataFrame, int]:
@@ -339,7 +364,7 @@ def _fastest_step(data: pd.DataFrame, device: str) -> Claim:
         if len(tried) and not own:
             without.append(f"no time of turbopair at crop {crop}: {summary.shortfall(tried)}")
         # Where turbopair failed and another did not, it is not the fastest; where it was not run, nothing is known.
-        if others and (own or tried["status"].isin(DEFEATS).any()):
+        if others and (own or _defeats(tried).any()):
             texts.append(f"crop {crop}: " + (f"{label(mine)} {own[mine]:.3g} s" if own else f"turbopair {ABSENT}"))
             texts[-1] += f", {label(best)} {others[best]:.3g} s"
             won.append(bool(own) and own[mine] < others[best])
@@ -382,9 +407,16 @@ def _step_speedup(data: pd.DataFrame, device: str, baseline: str) -> Claim:
     at_crop = rows[rows["n"] == STEP_CROP]
     compared = _speedup(at_crop, baseline, "turbopair")
     if compared is None:
-        absent = [label(name) for name in (baseline, "turbopair") if not (at_crop["implementation"] == name).any()]
-        why = f"no step time of {' or '.join(absent) or 'one kind for both'} at crop {STEP_CROP}"
-        return Claim(key, statement, paper, ABSENT, device, "0", Verdict.NOT_RUN, why)
+        absent = [name for name in (baseline, "turbopair") if not (at_crop["implementation"] == name).any()]
+        why = f"no step time of {' or '.join(map(label, absent)) or 'one kind for both'} at crop {STEP_CROP}"
+        planned = _experiment(data, "step_time")
+        missing = planned[(planned["ranks"] == ranks) & (planned["n"] == STEP_CROP) & planned["implementation"].isin(absent)]
+        why += f": {reason}" if (reason := summary.shortfall(missing)) else ""
+        seconds, kind = _seconds(at_crop[at_crop["implementation"] == baseline])
+        if not seconds or absent != ["turbopair"] or not _defeats(missing).any():
+            return Claim(key, statement, paper, ABSENT, device, "0", Verdict.NOT_RUN, why)
+        measured = f"turbopair {ABSENT}, {label(baseline)} {seconds[baseline]:.3g} s"
+        return Claim(key, statement, paper, measured, device, "1 crop", Verdict.NOT_REPRODUCED, _step_scope(device, ranks, {kind}, why))
     ratio, measured, kind = compared
     if ratio > claimed * (1 + SPEEDUP_TOLERANCE):
         verdict = Verdict.EXCEEDED

@@ -33,7 +33,7 @@ def gpus() -> list[str]:
         return [str(number) for number in range(count)]
     entries = [entry.strip() for entry in visible.split(",")]
     # as CUDA does: the first entry that is none, such as -1, hides itself and all that follow
-    return list(takewhile(lambda entry: _is_gpu(entry, count), entries))[:count]
+    return list(dict.fromkeys(takewhile(lambda entry: _is_gpu(entry, count), entries)))
 
 
 def _is_gpu(entry: str, count: int) -> bool:

@@ -25,7 +25,7 @@ class Gathered:
 
     def __str__(self) -> str:
         left_out = (
-            (self.superseded, "superseded by others of the same cell"),
+            (self.superseded, "superseded by others of the same cell (this folder's own are kept in records/stale)"),
             (self.stopped, "of cells that were stopped"),
             (self.outdated, "of other kernel sources"),
             (self.unplanned, "of cells that are not in the configuration"),

@@ -31,10 +31,11 @@ class _Loader(yaml.SafeLoader):
             return super().construct_object(node, deep)
         except (yaml.YAMLError, ConfigError):
             raise
-        except (ValueError, LookupError, AttributeError) as error:
+        except (ValueError, LookupError, AttributeError, TypeError) as error:
             mark, kind = node.start_mark, node.tag.rpartition(":")[2]
+            found = repr(node.value) if isinstance(node, yaml.ScalarNode) else "the value"
             raise ConfigError(
-                f"{mark.name}: line {mark.line + 1}: {node.value!r} looks like a {kind} and is none ({error}); put a text in quotes"
+                f"{mark.name}: line {mark.line + 1}: {found} looks like a {kind} and is none ({error}); put a text in quotes"
             ) from error
 
 
@@ -81,7 +82,7 @@ def _parse(text: str, source: str) -> Any:
         loader = _Loader(text)
         loader.name = source
         return loader.get_single_data()
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{source}: not valid YAML: {error}") from error
 
 

@@ -36,9 +36,10 @@ class Step:
 
 
 class Stopwatch(Protocol):
-    """Times one step; ``name`` says how, for the record."""
+    """Times one step; ``name`` says how, for the record. ``waits``: in how many times so far a GPU waited for the host."""
 
     name: str
+    waits: int
 
     def milliseconds(self, step: Step) -> float:
         """Prepare and run ``step`` once; the time of its run in milliseconds."""
@@ -48,6 +49,7 @@ class CpuStopwatch:
     """``time.perf_counter`` around a synchronous call."""
 
     name = "perf_counter"
+    waits = 0
 
     def milliseconds(self, step: Step) -> float:
         """Prepare and run ``step`` once; the time of its run in milliseconds."""
@@ -62,10 +64,10 @@ class CudaStopwatch:
 
     That work overwrites the L2 cache. So the events see the work of the GPU alone, not the gaps that a slow host leaves
     between kernels; ``host_us`` reports the host. A call for which the head start was too short is made again
-    with a longer one.
+    with a longer one; if the longest was, too, ``waits`` counts it.
     """
 
-    name = "cuda_event, cold L2, queued ahead"
+    name = "cuda_event, cold L2, queued up to 24 ms ahead"
     #: how long the GPU is busy before the timed region, in milliseconds, tried in turn; for a call that waits for the GPU none is enough
     HEAD_STARTS_MS = (3.0, 6.0, 12.0, 24.0)
 
@@ -74,14 +76,17 @@ class CudaStopwatch:
         # Twice the L2 (50 MB on Hopper), and never less than 256 MB: nothing of the inputs stays cached.
         size = max(1 << 28, 2 * torch.cuda.get_device_properties(device).L2_cache_size)
         self._flush = torch.empty(size, dtype=torch.int8, device=device)
-        for _ in range(2):  # the first one loads the kernel
-            start, stop = self._events()
-            start.record()
-            self._flush.zero_()
-            stop.record()
-            stop.synchronize()
-        once = max(start.elapsed_time(stop), 1e-3)
+        once = min(self._flush_ms() for _ in range(5))  # the first one loads the kernel, and any may be held up
+        self.waits = 0
         self._passes = [max(1, round(head_start / once)) for head_start in self.HEAD_STARTS_MS]
+
+    def _flush_ms(self) -> float:
+        start, stop = self._events()
+        start.record()
+        self._flush.zero_()
+        stop.record()
+        stop.synchronize()
+        return max(float(start.elapsed_time(stop)), 1e-3)
 
     @staticmethod
     def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
@@ -93,6 +98,7 @@ class CudaStopwatch:
             elapsed, waited = self._once(step, passes)
             if not waited:
                 break
+        self.waits += waited
         return elapsed
 
     def _once(self, step: Step, passes: int) -> tuple[float, bool]:
@@ -104,8 +110,8 @@ class CudaStopwatch:
             self._flush.zero_()
         start.record()
         step.run(argument)
-        waited = start.query()
         stop.record()
+        waited = start.query()  # only now: the host may be held up before it records
         stop.synchronize()
         return float(start.elapsed_time(stop)), waited
 

@@ -125,7 +125,9 @@ class SlurmSite(Section):
     def _placeholder(cls, value: str | None) -> str | None:
         try:
             if value is not None:
-                value.format(gpus=1)
+                made = value.format(gpus=1)
+                if "{" in made or not made.isprintable():
+                    raise ValueError(made)
         except (LookupError, ValueError, TypeError, AttributeError):  # what format raises, by kind of mistake
             raise ValueError(f"{value!r} has another placeholder than {{gpus}}, the number of GPUs; give e.g. gpu:h200:{{gpus}}") from None
         return value

@@ -41,7 +41,9 @@ ABSURD = 4.0
 NUMBER, TIME, FLAG, TEXT, CURVE = "a usable number", "a usable time", "true or false", "a text", "a list of usable numbers"
 #: What a metric that is read must be, by its name or the first part of it. The others may be anything.
 KINDS = {
-    **dict.fromkeys(("rmse", "rel_rmse", "floor", "ratio", "calls", "spread", "peak_bytes", "host_us", "loss", "grad_norm"), NUMBER),
+    **dict.fromkeys(
+        ("rmse", "rel_rmse", "floor", "ratio", "calls", "spread", "peak_bytes", "host_us", "host_waits", "loss", "grad_norm"), NUMBER
+    ),
     **dict.fromkeys(("s", "wall", "gpu", "gpu_communication", "forward", "backward"), NUMBER),
     **dict.fromkeys(("distance", "distance_triangle", "steps_done", "every"), NUMBER),
     **dict.fromkeys(("ms", "s.wall", "s.gpu_busy", "gpu_busy"), TIME),
@@ -104,7 +106,7 @@ def frame(records: Sequence[Record], planned: Iterable[Cell] = (), kernel_digest
     Records of different machines stay apart by ``device``. Results of turbopair count if they came from the kernel
     sources in use, those of ``kernel_digest`` (None: the package's); where no record of turbopair did, from the newest
     sources of the same machine. The others become ``not_run`` rows that say so. A metric that is not what its
-    name says (a text for a number, a number that is not finite) makes its row ``failed``.
+    name says (a text for a number, a number that is not finite) makes its row ``failed``, and ``damaged``.
     """
     rows = [_row(record) for record in sorted(records, key=lambda r: (r.finished, r.cell_id))]
     devices = list(dict.fromkeys(row["device"] for row in rows if row["device"] != NO_DEVICE))
@@ -118,7 +120,7 @@ def frame(records: Sequence[Record], planned: Iterable[Cell] = (), kernel_digest
         for device in devices or [NO_DEVICE]:
             if (device, cell.id) not in known:
                 rows.append(_cell_fields(cell) | {"status": "not_run", "reason": "no record yet", "device": device, "digest": ""})
-    data = pd.DataFrame(rows, columns=None if rows else [*CASE, "experiment", "implementation", "status", "reason", "device"])
+    data = pd.DataFrame(rows, columns=None if rows else [*CASE, "experiment", "implementation", "status", "reason", "device", "damaged"])
     if not data.empty:
         data = data.drop_duplicates(["device", "cell_id"], keep="last").reset_index(drop=True)
     data["ok"] = data["status"] == "ok"
@@ -129,7 +131,7 @@ def _cell_fields(cell: Cell) -> dict[str, Any]:
     fields = cell.model_dump(include=set(CASE) | {"experiment", "implementation"})
     # no value of a case is null: a column of numbers with gaps would turn to floats, and groups would lose its rows
     fields |= {name: 0 for name in SIZES if fields[name] is None} | {name: "" for name in WORDS if fields[name] is None}
-    return fields | {"cell_id": cell.id, "ranks": cell.ranks, "version": None}
+    return fields | {"cell_id": cell.id, "ranks": cell.ranks, "version": None, "damaged": False}
 
 
 def _row(record: Record) -> dict[str, Any]:
@@ -142,7 +144,7 @@ def _row(record: Record) -> dict[str, Any]:
         "finished": record.finished,
     }
     if wrong := _wrong(record.metrics):
-        return row | ({"status": "failed", "reason": "; ".join(wrong)} if record.status is Status.OK else {})
+        return row | ({"status": "failed", "reason": "; ".join(wrong), "damaged": True} if record.status is Status.OK else {})
     row |= {name: value for name, value in record.metrics.items() if name not in row}
     for name in (name for name in row if name.startswith("dtype.")):
         row[name] = "/".join(SHORT_DTYPES.get(dtype, dtype) for dtype in row[name].split("/"))

@@ -48,6 +48,7 @@ BUILDERS: dict[str, Builder] = {
     "step_time": step_time,
     "stability": stability,
 }
+OF_PAPER = ("accuracy", "determinism", "ablation", "kernel_time", "step_time")
 _ERRORS = (
     "Mean over input cases of the root-mean-square error against an FP64 reference on the same inputs, and its ratio to the bf16 floor "
     "(the error of only rounding the FP64 result to bf16, weights not rounded). dW: the worst of the gradients of the weights, its RMSE "
@@ -171,9 +172,8 @@ def planned_cells(config: ExperimentConfig | None) -> list[Cell]:
 
 
 def part_of(data: pd.DataFrame) -> list[str]:
-    """The tables of a run: those of attention and the step always, those of the other operators and of stability when they have cells."""
-    always = {name for name, (experiment, _) in TABLES.items() if name == experiment and name != "stability"}
-    return [name for name, (experiment, operator) in TABLES.items() if name in always or len(summary.of(data, experiment, operator))]
+    """The tables of a run: those that the paper has always, the others when they have cells."""
+    return [name for name, (experiment, operator) in TABLES.items() if name in OF_PAPER or len(summary.of(data, experiment, operator))]
 
 
 def write_all(records: Sequence[Record], config: ExperimentConfig | None, out: Path) -> list[Path]:

@@ -118,7 +118,8 @@ def _kernel_row(size: str, part: pd.DataFrame, remark: str | None, data: pd.Data
     for key in DIRECTIONS:
         row.values[f"ms.{key}"] = number(mean(part, f"ms.{key}"))
         row.data |= {f"ms.{key}{suffix}": mean(part, f"ms.{key}{suffix}") for suffix in ("", ".p10", ".p90")}
-    row.data["host_bound"] = mean(part, "ms.both") > (1 + WAIT) * _parts(row)
+    waits = metric(part, "host_waits").sum() > 0 or mean(part, "ms.both") > (1 + WAIT) * _parts(row)
+    row.data["host_bound"] = bool(waits) and summary.on_gpu(str(part["device"].iloc[0]))
     if row.data["host_bound"]:
         remarks.append("fwd+bwd waits for the host")
     spread = float(metric(part, "spread").max()) if len(metric(part, "spread")) else math.nan

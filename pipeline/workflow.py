@@ -13,11 +13,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Sequence
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from pipeline import config as configuration
 from pipeline import site as sites
@@ -27,25 +28,56 @@ from pipeline.launch import check_fit
 from pipeline.loading import ConfigError, nearest
 from pipeline.site import Site
 
+#: When Snakemake does not end after a signal: seconds since that signal, and what its group is sent then. A rule that began just
+#: after the signal needs the first; it does not disturb one that is stopping, which takes at most :data:`pipeline.local.STOP_S` or
+#: the minute of a `scancel` (:func:`pipeline.slurm_state.ask`) and has both before the last.
+INSIST = ((25.0, signal.SIGINT), (90.0, signal.SIGKILL))
+
 
 def snakemake(arguments: Sequence[str]) -> int:
     """Run ``snakemake`` with ``arguments``, all passed on unchanged; returns its exit status (128 + signal when stopped)."""
     stopped: list[int] = []
+    timers: list[threading.Timer] = []
     process = subprocess.Popen([sys.executable, "-m", "snakemake", *arguments], start_new_session=True)
+
+    def send(number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+
+    def insist(seconds: float, number: signal.Signals) -> None:
+        send(number)  # first: after a SIGHUP there may be no terminal to print to
+        print(f"Snakemake did not stop within {seconds:g} s; sent {number.name} to it and its commands", file=sys.stderr)
 
     def forward(number: int, _frame: FrameType | None) -> None:
         stopped.append(number)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
+        send(number)
+        if not timers:
+            timers.extend(threading.Timer(more[0], insist, more) for more in INSIST)
+            for timer in timers:
+                timer.start()
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, forward)
     code = process.wait()
+    for timer in timers:
+        timer.cancel()
     if code and stopped:
         # Snakemake calls every rule that was interrupted an error, at length: the last word says what happened
         print("stopped; the same command carries on with what is left", file=sys.stderr)
         return 128 + stopped[0]
     return code if code >= 0 else 128 - code
+
+
+def values(config: Mapping[str, Any], arguments: Sequence[str]) -> dict[str, str]:
+    """The values of Snakemake's ``--config`` as they were written: it makes numbers of 1e5 and 2026_11_30.
+
+    ``arguments`` are Snakemake's own; those of the processes that it starts itself are encoded, and are not for this.
+    """
+    from snakemake.cli import get_argument_parser
+
+    written = get_argument_parser().parse_known_args(arguments)[0].config or []
+    read_by_snakemake = {key: str(value) for key, value in config.items() if value is not None}
+    return read_by_snakemake | dict(item.split("=", 1) for item in written)
 
 
 def read(config: Path, site: Path) -> tuple[ExperimentConfig, Site]:

@@ -50,9 +50,9 @@ class Error:
 
 
 def run(cell: Cell, device: torch.device) -> dict[str, float | int | bool | str]:
-    """Metrics of an accuracy cell: ``rmse.t``, ``rel_rmse.t``, ``max_err.t``, ``floor.t``, ``ratio.t`` (RMSE over floor)
-    and ``ref_rms.t`` for each result t of the operator (:data:`pipeline.tensors.RESULTS`), and the dtype in which the
-    gradient of the bias (``dtype.dbias``) or of the weights (``dtype.dw``) came back.
+    """Metrics of an accuracy cell: ``rmse.t``, ``rel_rmse.t``, ``max_err.t``, ``floor.t``, ``ratio.t`` (RMSE over floor, left out where
+    the floor is 0) and ``ref_rms.t`` for each result t of the operator (:data:`pipeline.tensors.RESULTS`), and the dtype in which
+    the gradient of the bias (``dtype.dbias``) or of the weights (``dtype.dw``) came back.
 
     Raises :class:`WrongResult` for a result that is not finite, and for a reference gradient that is zero.
     """
@@ -110,7 +110,8 @@ def metrics(errors: Mapping[str, Error], results: Mapping[str, torch.Tensor], ty
         flat[f"rel_rmse.{name}"] = error.relative_rmse
         flat[f"max_err.{name}"] = error.max_error
         flat[f"floor.{name}"] = error.floor
-        flat[f"ratio.{name}"] = error.rmse / error.floor if error.floor else math.inf
+        if error.floor:
+            flat[f"ratio.{name}"] = error.rmse / error.floor
         flat[f"ref_rms.{name}"] = error.reference_rms
     shown = [name for name in results if name.startswith(WEIGHT)] if typed == WEIGHTS else [typed]
     flat[f"dtype.{typed}"] = "/".join(sorted({str(results[name].dtype).removeprefix("torch.") for name in shown}))

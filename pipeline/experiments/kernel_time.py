@@ -24,9 +24,10 @@ REPEATS = 20
 
 def run(cell: Cell, device: torch.device) -> dict[str, float | int | bool | str]:
     """``ms.{forward,forward_grad,backward,both}`` with ``.p10`` and ``.p90``, ``spread``, ``unstable``, ``ms.yardstick``,
-    ``peak_bytes.{forward,both}``, ``host_us.{forward,backward,autograd}`` (the last: a backward that does nothing), ``timer``,
-    ``warmup_iters``, ``measured_iters``; on a GPU with NVML the clocks, power and throttle reasons during the samples. Also the
-    errors of this very call, under the names of the accuracy experiment: a time stands beside the accuracy of what was timed.
+    ``host_waits`` (in how many samples the GPU waited for the host), ``peak_bytes.{forward,both}``,
+    ``host_us.{forward,backward,autograd}`` (the last: a backward that does nothing), ``timer``, ``warmup_iters``, ``measured_iters``;
+    on a GPU with NVML the clocks, power and throttle reasons during the samples. Also the errors of this very call, under the names
+    of the accuracy experiment: a time stands beside the accuracy of what was timed.
 
     Options: ``warmup_ms``, ``repeats``. Raises :class:`~pipeline.experiments.accuracy.WrongResult` before any timing
     when the result of this very call is wrong.
@@ -39,14 +40,16 @@ def run(cell: Cell, device: torch.device) -> dict[str, float | int | bool | str]
     yardstick = measure.yardstick(device)
     warm = {name: clock.warm_up(step) for name, step in actions.items()}
     yardstick.run(None)
+    waited = clock.watch.waits
     with measure.ClockSampler(device) as sampler:
         timings = clock.sample({**actions, "yardstick": yardstick})
+    waits = {"host_waits": clock.watch.waits - waited}
     stick = {"ms.yardstick": timings.pop("yardstick").median}
     hosted = {"forward": actions["forward"], "backward": actions["backward"], "autograd": measure.autograd_step(device)}
     host = {f"host_us.{name}": measure.host_microseconds(step, device, clock.repeats) for name, step in hosted.items()}
     del yardstick  # its memory is not the implementation's
     times = timing_metrics(timings, warm)
-    return {**times, **stick, **host, **_peaks(bound, device), **sampler.metrics(), "timer": clock.watch.name, **checked}
+    return {**times, **waits, **stick, **host, **_peaks(bound, device), **sampler.metrics(), "timer": clock.watch.name, **checked}
 
 
 def steps(bound: Bound) -> dict[str, Step]:

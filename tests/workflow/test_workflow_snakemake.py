@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import yaml
 
 from pipeline import REPOSITORY
 from pipeline.cells import EXPERIMENTS
+from pipeline.local import STOP_S
+from pipeline.workflow import INSIST, values
 
 SNAKEFILE = (REPOSITORY / "Snakefile").read_text()
 PROFILES = {name: REPOSITORY / "config/profiles" / name for name in ("local", "slurm")}
@@ -30,14 +33,14 @@ def snakemake(run: Any, *more: str, profile: str = "local", program: str = "snak
 
 
 def test_it_is_a_table_of_contents() -> None:
-    assert len(SNAKEFILE.splitlines()) < 90
+    assert len(SNAKEFILE.splitlines()) <= 90
     rules = re.findall(r"^rule (\w+):$", SNAKEFILE, re.MULTILINE)
     assert {"all", *EXPERIMENTS, "tables", "report", "container"} <= set(rules)
     for body in re.split(r"^rule ", SNAKEFILE, flags=re.MULTILINE)[1:]:
         if "shell:" in body:
             assert re.search(r"^    log: ", body, re.MULTILINE)
             assert "resources: mem_mb=" in body
-            assert 'shell: "exec {PYTHON} -m pipeline ' in body
+            assert 'shell: "exec {PYTHON:q} -m pipeline ' in body
     assert not re.search(r"\bmem=", SNAKEFILE), "one memory key only: sbatch refuses two"
 
 
@@ -47,6 +50,7 @@ def test_profiles_differ_only_in_how_many_rules_run_at_once() -> None:
     assert slurm["latency-wait"] >= 60
     assert {key for key in local if local[key] != slurm.get(key)} <= {"cores", "latency-wait"}
     assert set(local) == set(slurm)
+    assert local["scheduler"] == "greedy", "the other one holds, while its solver runs, the lock that Snakemake's SIGTERM handler takes"
 
 
 @pytest.mark.parametrize("profile", sorted(PROFILES))
@@ -77,6 +81,33 @@ def test_a_typo_stops_it_before_any_rule(run: Any) -> None:
 def told(output: str) -> list[str]:
     """What is printed besides Snakemake's remark on the profile."""
     return [line for line in output.splitlines() if not line.startswith("Using profile")]
+
+
+def test_spaces_and_apostrophes_in_the_paths(run: Any) -> None:
+    run.config, run.site, run.results = (run.folder / name for name in ("my 'own' config.yaml", "this site.yaml", "some results"))
+    run.write_config("eager")
+    run.write_site(executor="local", device="cpu", threads=1)
+    (run.folder / "work").mkdir()
+    done = run.call(snakemake(run))
+    assert done.returncode == 0, done.stdout
+    assert len(run.records()["eager"]) == 1 and (run.results / "report.html").exists()
+
+
+@pytest.mark.parametrize("name", ["2026", "2026_11_30", "1e5", "0", "True", "007"])
+def test_a_folder_named_like_a_number_is_that_folder(run: Any, name: str) -> None:
+    run.write_config("eager")
+    (run.folder / "work").mkdir()
+    run.results = name
+    done = run.call(snakemake(run, "--dry-run"))
+    assert done.returncode == 0, done.stdout
+    assert f"--results {name} --experiment accuracy" in done.stdout and f"pipeline tables {name} " in done.stdout
+
+
+def test_values_come_from_the_command_line_else_from_snakemake() -> None:
+    assert values({"a": 20261130, "b": 5, "c": None}, ["--cores", "1", "--config", "a=2026_11_30", "--", "all"]) == {
+        "a": "2026_11_30", "b": "5",
+    }  # fmt: skip
+    assert values({"a": 5}, []) == {"a": "5"}
 
 
 def test_a_target_that_does_not_exist_is_told_with_those_that_do(run: Any) -> None:
@@ -158,34 +189,69 @@ def test_a_folder_of_another_configuration_is_refused_once_before_any_rule(run: 
     ("config", "site"), [("config/smok.yaml", "config/sites/local.yaml"), ("config/smoke.yaml", "config/sites/lcal.yaml")]
 )
 def test_make_tells_of_a_file_that_is_not_there_and_of_nothing_else(run: Any, config: str, site: str) -> None:
-    old = [word for target in (".venv/installed", "kernels") for word in ("-o", target)]
-    values = [f"BIN={Path(sys.executable).parent}", f"CONFIG={config}", f"SITE={site}", f"RESULTS={run.results}"]
-    outer = ["env", "-u", "MAKEFLAGS", "-u", "MAKELEVEL"]  # of the make that runs the tests
-    done = run.call([*outer, "make", *old, "run", *values])
+    done = make(run, Path(sys.executable).parent, CONFIG=config, SITE=site, RESULTS=run.results)
     assert done.returncode != 0
     error, of_make = told(done.stdout)
     assert error.startswith("error: config/") and ": no such file; this folder has config/" in error
     assert of_make.startswith("make: ")
 
 
-@pytest.mark.parametrize("given", [False, True])
-def test_make_uses_the_folder_that_the_configuration_names(run: Any, given: bool) -> None:
-    """Not one named after the file: `pipeline run` would carry on in another."""
-    run.config = run.folder / "mine.yaml"
-    run.write_config("eager")  # its name is tiny
+def make(run: Any, bin_folder: Path, **more: object) -> subprocess.CompletedProcess[str]:
+    old = [word for target in (".venv/installed", "kernels") for word in ("-o", target)]
+    given = {"BIN": bin_folder, "CONFIG": run.config, "SITE": run.site, **more}
+    outer = ["env", "-u", "MAKEFLAGS", "-u", "MAKELEVEL"]  # of the make that runs the tests
+    done: subprocess.CompletedProcess[str] = run.call([*outer, "make", *old, "run", *(f"{name}={value}" for name, value in given.items())])
+    return done
+
+
+def recorder(run: Any, status: int = 0) -> tuple[Path, Path]:
+    """A folder with a `python` that runs `-c` only, ends with ``status`` otherwise, and the file in which it notes how it was called."""
     calls, python = run.folder / "calls", run.folder / "bin" / "python"
     python.parent.mkdir()
-    python.write_text(f'#!/bin/sh\n[ "$1" != -c ] || exec {sys.executable} "$@"\necho "$@" >> {calls}\n')
+    python.write_text(f'#!/bin/sh\n[ "$1" != -c ] || exec {sys.executable} "$@"\n(IFS="|"; echo "$*" >> {calls})\nexit {status}\n')
     python.chmod(0o755)
-    old = [word for target in (".venv/installed", "kernels") for word in ("-o", target)]
-    values = [f"BIN={python.parent}", f"CONFIG={run.config}", f"SITE={run.site}", *([f"RESULTS={run.results}"] if given else [])]
-    done = run.call(["env", "-u", "MAKEFLAGS", "-u", "MAKELEVEL", "make", *old, "run", *values])
+    return python.parent, calls
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("name", ["mine.yaml", "it's mine.yaml"])
+def test_make_uses_the_folder_that_the_configuration_names(run: Any, name: str, given: bool) -> None:
+    """Not one named after the file: `pipeline run` would carry on in another."""
+    run.config = run.folder / name
+    run.write_config("eager")  # its name is tiny
+    bin_folder, calls = recorder(run)
+    results = run.folder / f"of {name}"
+    done = make(run, bin_folder, **({"RESULTS": results} if given else {}))
     assert done.returncode == 0, done.stdout
-    folder = str(run.results) if given else "results/tiny"
+    folder = str(results) if given else "results/tiny"
     workflow, shown = calls.read_text().splitlines()
-    assert workflow.endswith(f" site={run.site} results={run.results}" if given else f" site={run.site}"), workflow
-    assert shown == f"-m pipeline show claims {folder}"
-    assert f"tables:  {folder}/tables (Markdown" in done.stdout and f"show accuracy {folder}\n" in done.stdout
+    assert workflow.endswith("|".join(["", f"config={run.config}", f"site={run.site}", *([f"results={results}"] if given else [])]))
+    assert shown == f"-m|pipeline|show|claims|{folder}"
+    assert f"tables:  {folder}/tables (Markdown" in done.stdout
+    command = next(line for line in done.stdout.splitlines() if line.startswith("here:"))
+    assert shlex.split(command)[-3:] == ["show", "accuracy", folder]
+
+
+@pytest.mark.parametrize("name", ["CONFIG", "SITE"])
+def test_make_refuses_an_empty_name(run: Any, name: str) -> None:
+    run.write_config("eager")
+    bin_folder, calls = recorder(run)
+    done = make(run, bin_folder, **{name: ""})
+    assert done.returncode == 2 and not calls.exists()
+    assert re.fullmatch(rf"Makefile:\d+: \*\*\* {name} is empty: name a file, or leave it out\.  Stop\.\n", done.stdout), done.stdout
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_make_points_to_the_status_of_a_run_only_where_one_is(run: Any, begun: bool) -> None:
+    run.write_config("eager")
+    bin_folder, _ = recorder(run, status=1)
+    results = run.folder / "results"
+    if begun:
+        results.mkdir()
+        (results / "config.yaml").touch()
+    done = make(run, bin_folder, RESULTS=results)
+    state = f", its state: {bin_folder}/python -m pipeline status {results}" if begun else ""
+    assert done.stdout.splitlines()[0] == f"the workflow failed; its logs are in {results}/jobs/logs{state}"
 
 
 def test_nothing_succeeding_is_no_success(run: Any) -> None:
@@ -204,6 +270,33 @@ def wait_for(condition: Any, seconds: float = 60) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize("ignored", [["SIGTERM"], ["SIGTERM", "SIGINT"]])
+def test_it_insists_when_snakemake_does_not_stop(run: Any, ignored: list[str]) -> None:
+    ignore = "".join(f"signal.signal(signal.{name}, signal.SIG_IGN)\n" for name in ignored)
+    (run.folder / "snakemake.py").write_text(f"import signal, time\n{ignore}print('ready', flush=True)\ntime.sleep(60)\n")
+    launcher = (
+        "import signal, sys\nfrom pipeline import workflow\n"
+        "workflow.INSIST = ((0.2, signal.SIGINT), (1.0, signal.SIGKILL))\nsys.exit(workflow.snakemake([]))"
+    )
+    environment = run.environment | {"PYTHONPATH": f"{run.folder}:{REPOSITORY}"}
+    with subprocess.Popen(
+        [sys.executable, "-c", launcher], cwd=run.folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        _, error = process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGTERM
+    sent = re.findall(r"did not stop within (\S+) s; sent (\w+) to it and its commands", error)
+    assert sent == [("0.2", "SIGINT"), ("1", "SIGKILL")][: len(ignored)]
+    assert error.splitlines()[-1] == "stopped; the same command carries on with what is left"
+
+
+def test_it_insists_later_than_commands_take_to_stop() -> None:
+    (gentle, first), (last, second) = INSIST
+    assert (first, second) == (signal.SIGINT, signal.SIGKILL)
+    assert gentle > STOP_S and last > gentle + 60, "60 s: a scancel"
 
 
 @pytest.mark.parametrize("how", ["SIGTERM to the launcher", "SIGKILL to all"])

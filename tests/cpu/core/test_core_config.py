@@ -16,7 +16,7 @@ accuracy: {implementations: [eager], crops: [16], head_dims: [16], cases: 1}
 
 
 #: what Python's format refuses in its several ways
-GRES = ("{n}", "{}", "{", "{gpus.n}", "{gpus[0]}", "{gpus:z}")
+GRES = ("{n}", "{}", "{", "{gpus.n}", "{gpus[0]}", "{gpus:z}", "{{gpus}}", "{gpus:c}")
 
 
 def problem(tmp_path: Path, text: str, settings: tuple[str, ...] = ()) -> str:
@@ -90,6 +90,8 @@ def site_problem(tmp_path: Path, text: str) -> str:
         ("name: t\n? [a, b]\n: 1\n", ["line 2: the key ['a', 'b'] is a list; keys are words"]),
         ("- a", ["expected keys and values, found list"]),
         ("name: [", ["not valid YAML"]),
+        ("name: !!map [b]", ["line 1: the value looks like a map and is none"]),
+        ("name: " + "[" * 3000, ["not valid YAML: maximum recursion depth"]),
         ("name: t\ntitle: 2024-13-45", ["line 2: '2024-13-45' looks like a timestamp and is none (month must be in 1..12); put a text in"]),
         (
             "name: t\nplugins: ['']\nstability: {}",

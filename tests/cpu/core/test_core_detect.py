@@ -106,7 +106,9 @@ def test_the_file_is_left_alone_when_nothing_changed(machine: Path) -> None:
         ("1,,2", ["1"]),
         ("none", []),
         ("", []),
+        ("1,0,1", ["1", "0"]),
         ("GPU-12ab,MIG-34cd", ["GPU-12ab", "MIG-34cd"]),
+        ("MIG-1,MIG-2,MIG-3,MIG-4", ["MIG-1", "MIG-2", "MIG-3", "MIG-4"]),
     ],
 )
 def test_the_list_of_visible_gpus_ends_where_cuda_ends_it(monkeypatch: pytest.MonkeyPatch, visible: str | None, found: list[str]) -> None:

@@ -116,7 +116,7 @@ def test_kernel_time_record_has_every_key() -> None:
     times = {f"ms.{name}{part}" for name in ("forward", "forward_grad", "backward", "both") for part in ("", ".p10", ".p90")}
     others = {
         "spread", "unstable", "peak_bytes.forward", "peak_bytes.both", "host_us.forward", "host_us.backward", "host_us.autograd", "timer",
-        "warmup_iters", "measured_iters", "ms.yardstick",
+        "warmup_iters", "measured_iters", "ms.yardstick", "host_waits",
     }  # fmt: skip
     kinds, names = ("rmse", "rel_rmse", "max_err", "floor", "ratio", "ref_rms"), ("out", "dq", "dk", "dv", "dbias")
     errors = {f"{kind}.{name}" for kind in kinds for name in names} | {"dtype.dbias"}

@@ -34,8 +34,10 @@ class FakeClock:
 class FakeGpu:
     """A GPU and its host: the time of the host, and until when the GPU has work, in milliseconds."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.host = self.busy_until = 0.0
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, hiccup: float = 0.0) -> None:
+        """``hiccup``: how much longer the second flush takes."""
+        self.host = self.busy_until = self.held_up = 0.0
+        flushes = itertools.count(1)
         gpu = self
 
         class Event:
@@ -43,6 +45,7 @@ class FakeGpu:
                 assert enable_timing
 
             def record(self) -> None:
+                gpu.host, gpu.held_up = gpu.host + gpu.held_up, 0.0
                 self.at = max(gpu.host, gpu.busy_until)
 
             def query(self) -> bool:
@@ -56,7 +59,7 @@ class FakeGpu:
 
         class Flush:
             def zero_(self) -> None:
-                gpu.launch(0.25, host=0.002)
+                gpu.launch(0.25 + (hiccup if next(flushes) == 2 else 0.0), host=0.002)
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: gpu.synchronize())
@@ -79,8 +82,19 @@ class FakeGpu:
 @pytest.mark.parametrize("host", [0.01, 0.5, 1.0, 2.0])
 def test_a_slow_host_is_not_in_the_time_of_the_gpu(monkeypatch: pytest.MonkeyPatch, host: float) -> None:
     """Up to 20 ms of it: gaps between the kernels would be up to twenty times their work."""
-    gpu = FakeGpu(monkeypatch)
+    gpu = FakeGpu(monkeypatch, hiccup=10.0)
     assert gpu.watch.milliseconds(gpu.kernels(10, host)) == pytest.approx(1.0)
+    assert gpu.watch.waits == 0
+
+
+def test_a_host_that_is_held_up_after_its_last_kernel_is_not_in_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(monkeypatch)
+
+    def call(_: object) -> None:
+        gpu.launch(0.2, host=0.01)
+        gpu.held_up = 5.0
+
+    assert gpu.watch.milliseconds(Step(call)) == pytest.approx(0.2)
 
 
 def test_a_call_that_waits_for_the_gpu_is_timed_with_its_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,6 +106,8 @@ def test_a_call_that_waits_for_the_gpu_is_timed_with_its_waits(monkeypatch: pyte
         gpu.launch(0.1, host=1.0)
 
     assert gpu.watch.milliseconds(Step(call)) == pytest.approx(1.2)
+    assert gpu.watch.milliseconds(gpu.kernels(10, 0.01)) == pytest.approx(1.0)
+    assert gpu.watch.waits == 1
 
 
 def test_drifting_first_samples_are_discarded() -> None:

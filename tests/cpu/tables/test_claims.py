@@ -92,8 +92,8 @@ def test_cases_that_only_the_plain_form_could_do_refute_the_residual(done):
     records = ablation((1.0,) * 4, (0.6,) * 4, seeds=range(5))
     lost = [syn.record(r.cell, None, Status.FAILED, "boom") for r in records if r.cell.implementation == "turbopair.paper"]
     found = claim([*records[: 5 + done], *lost[done:]], "residual")
-    told = {1: "on 1 of 600 cases; 4 of 10 failed: boom", 0: "5 of 10 failed: boom"}
-    assert found.words == f"not reproduced ({told[done]})"
+    told = {1: "on 1 of 600 cases; 4 cases", 0: "5 cases"}[done]
+    assert found.words == f"not reproduced ({told} that only turbopair (plain) could do; {5 - done} of 10 failed: boom)"
     assert ("dQ 40.0 %" in found.measured) == bool(done)
 
 
@@ -101,10 +101,31 @@ def test_cases_of_the_residual_that_were_not_run_are_told():
     records = ablation((1.0,) * 4, (0.6,) * 4, seeds=range(5))
     found = claim(records[:6], "residual", [r.cell for r in records])
     assert found.words == "reproduced (on 1 of 600 cases; 4 of 10 not run: no record yet)"
-    # at sizes of the claim they decide, although others have numbers
+
+
+ONLY_PLAIN = "1 case that only turbopair (plain) could do; 1 of 4 failed: boom"
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"n": 64}, "on 1 case, none of the paper's 600: N = 64"),
+        ({"slices": 8}, "on 1 case, none of the paper's 600: N = 384 with 8 slices"),
+        ({"family": "offset"}, "on 1 of 600 cases"),
+    ],
+)
+def test_a_case_of_the_claim_that_only_the_plain_form_could_do_decides_although_other_cases_have_numbers(other, told):
+    """Those are told; where the plain form could not do it either, it decides nothing."""
+    plain = ablation((1.0,) * 4, (1.0,) * 4)[0]
     lost = syn.record(syn.cell("ablation", "turbopair.paper"), None, Status.FAILED, "boom")
-    small = ablation((1.0,) * 4, (0.6,) * 4, n=64)
-    assert claim([*records[:1], lost, *small], "residual").words == "not reproduced (1 of 4 failed: boom)"
+    measured = [
+        syn.record(syn.cell("ablation", f"turbopair.{name}", **{"n": 384, **other}), syn.errors((value,) * 4))
+        for name, value in (("plain", 1.0), ("paper", 0.6))
+    ]
+    found = claim([plain, lost, *measured], "residual")
+    assert found.words == f"not reproduced ({told}; {ONLY_PLAIN})" and found.measured.startswith("dQ 40.0 %")
+    nobody = claim([lost.model_copy(update={"cell": plain.cell, "cell_id": plain.cell_id}), lost, *measured], "residual")
+    assert nobody.verdict is (Verdict.NOT_RUN if "n" in other else Verdict.REPRODUCED) and "2 of 4 failed: boom" in nobody.scope
 
 
 def test_residual_not_run_says_why():
@@ -144,8 +165,8 @@ def test_each_precision_is_judged_by_itself():
     assert claim(records, "lowest_rmse.exact").verdict is Verdict.REPRODUCED
 
 
-def lost(name, seed=0):
-    return syn.record(syn.cell("accuracy", name, seed=seed), None, Status.OOM, "out of GPU memory")
+def lost(name, seed=0, n=384, **more):
+    return syn.record(syn.cell("accuracy", name, n, seed=seed, **more), None, Status.OOM, "out of GPU memory")
 
 
 def test_a_case_that_turbopair_failed_and_another_did_is_not_lowest():
@@ -220,6 +241,51 @@ def test_bias_gradients_of_another_type_are_named_and_left_out():
     assert found.verdict is Verdict.REPRODUCED and "dBias of another type, so not compared: cuEquivariance" in found.measured
 
 
+def test_what_cannot_be_compared_does_not_hide_what_refutes():
+    """Here dBias, which the only peer gives in another type."""
+
+    def words(own, *more):
+        records = [syn.record(syn.cell("accuracy", "turbopair.paper"), syn.errors(own)), *more]
+        records.append(syn.record(syn.cell("accuracy", "sdpa"), syn.errors((1.0,) * 4, dtype="float32")))
+        found = claim(records, "lowest_rmse.paper")
+        assert "dK 2.50e-04, level with PyTorch SDPA" in found.measured
+        return found.words
+
+    why = "no comparable RMSE of dBias"
+    assert words((1.0,) * 4) == f"not run ({why})"
+    assert words((3.0, 1.0, 1.0, 1.0)) == f"not reproduced (on 1 of 600 cases; {why})"
+    beaten = [lost("turbopair.paper", 1), syn.accuracy("sdpa", seed=1)]
+    told = "1 case that only others could do"
+    assert words((1.0,) * 4, *beaten) == f"not reproduced (on 1 of 600 cases; {told}; {why}; 1 of 2 oom: out of GPU memory)"
+    own = syn.record(syn.cell("accuracy", "turbopair.paper", seed=1), syn.errors((1.0,) * 4))
+    partial = [own, syn.record(syn.cell("accuracy", "flex"), syn.errors((0.8,) * 4))]
+    partial.append(syn.record(syn.cell("accuracy", "sdpa", seed=1), syn.errors((1.0,) * 4, dtype="float32")))
+    above = "above FlexAttention (torch.compile) on the 1 case that it has"
+    assert words((1.0,) * 4, *partial) == f"not reproduced (on 2 of 600 cases; {above}; {why})"
+
+
+@pytest.mark.parametrize("at", [{"n": 384, "slices": 8}, {"n": 384, "family": "offset"}])
+def test_a_case_that_nobody_could_do_does_not_take_the_place_of_those_measured(at):
+    """Although it is of the inputs and sizes that the claim would rather be judged on; where a peer did it, it refutes."""
+    records = [syn.record(syn.cell("accuracy", name, **at), syn.errors((1.0,) * 4)) for name in ("turbopair.paper", "sdpa")]
+    alone, without = (
+        claim(part, "lowest_rmse.paper") for part in (records, [*records, lost("turbopair.paper", n=768), lost("sdpa", n=768)])
+    )
+    assert alone.verdict is without.verdict is Verdict.REPRODUCED and without.measured == alone.measured
+    assert without.scope == f"{alone.scope}; 1 of 2 oom: out of GPU memory"
+    beaten = claim([*records, lost("turbopair.paper", n=768), syn.accuracy("sdpa", 768)], "lowest_rmse.paper")
+    why = f"{alone.scope}; 1 case that only others could do; 1 of 2 oom: out of GPU memory"
+    assert beaten.words == f"not reproduced ({why})" and "level with PyTorch SDPA" in beaten.measured
+
+
+@pytest.mark.parametrize("more", [{"n": 96}, {"family": "offset"}])
+def test_what_only_others_could_do_beside_the_inputs_and_sizes_judged_is_told(more):
+    at = {"n": 64} if "n" in more else {}
+    records = [syn.record(syn.cell("accuracy", name, **at), syn.errors((1.0,) * 4)) for name in ("turbopair.paper", "sdpa")]
+    found = claim([*records, lost("turbopair.paper", **more), syn.accuracy("sdpa", **more)], "lowest_rmse.paper")
+    assert found.verdict is (Verdict.NOT_RUN if at else Verdict.REPRODUCED) and found.scope.endswith("; 1 of 2 oom: out of GPU memory")
+
+
 def test_lowest_among_nobody_is_no_claim():
     found = claim(accuracies((1.0,) * 4, {}), "lowest_rmse.paper")
     assert found.words == "not run (no other implementation measured on the same cases)"
@@ -254,21 +320,41 @@ def test_bitwise_of_peers_does_not_count():
 
 
 @pytest.mark.parametrize(
-    ("status", "n", "verdict"),
+    ("status", "n", "peer", "verdict"),
     [
-        (Status.OOM, 384, Verdict.NOT_REPRODUCED),
-        (Status.FAILED, 384, Verdict.NOT_REPRODUCED),
-        (Status.CANCELLED, 384, Verdict.REPRODUCED),
-        (Status.OOM, 2048, Verdict.REPRODUCED),  # no size of the claim
+        (Status.OOM, 384, "sdpa", Verdict.NOT_REPRODUCED),
+        (Status.FAILED, 384, "turbopair.paper", Verdict.NOT_REPRODUCED),
+        (Status.OOM, 384, None, Verdict.REPRODUCED),  # nobody could do it
+        (Status.CANCELLED, 384, "sdpa", Verdict.REPRODUCED),
+        (Status.OOM, 2048, "sdpa", Verdict.REPRODUCED),  # no size of the claim
     ],
 )
-def test_bitwise_names_failed_cases(status, n, verdict):
-    records = [
-        syn.determinism("turbopair.exact"),
-        syn.record(syn.cell("determinism", "turbopair.exact", n, seed=1), None, status, "too large"),
-    ]
+def test_bitwise_names_failed_cases(status, n, peer, verdict):
+    records = [syn.determinism("turbopair.exact"), ended_determinism(status, n), *([syn.determinism(peer, n, seed=1)] if peer else [])]
     found = claim(records, "bitwise")
-    assert found.verdict is verdict and found.scope == f"on 1 of 600 cases; 1 of 2 {status.value}: too large"
+    told = "1 case that only others could do; " if verdict is Verdict.NOT_REPRODUCED else ""
+    of = 3 if peer == "turbopair.paper" else 2
+    assert found.words == f"{verdict.value} (on 1 of 600 cases; {told}1 of {of} {status.value}: too large)"
+
+
+def ended_determinism(status, n=384, environment=syn.H200):
+    return syn.record(syn.cell("determinism", "turbopair.exact", n, seed=1), None, status, "too large", environment)
+
+
+@pytest.mark.parametrize(("n", "calls"), [(64, 5), (384, 3), (64, 3)])
+def test_what_refutes_bitwise_refutes_it_beside_cases_that_would_not_be_judged(n, calls):
+    done = syn.determinism("turbopair.exact", n, calls=calls)
+    found = claim([done, ended_determinism(Status.OOM), syn.determinism("sdpa", seed=1)], "bitwise")
+    assert found.verdict is Verdict.NOT_REPRODUCED and f"turbopair (exact) 1/1, {calls} calls" in found.measured
+    assert found.scope.endswith("; 1 case that only others could do; 1 of 2 oom: too large")
+    nobody = claim([done, ended_determinism(Status.OOM)], "bitwise")
+    assert nobody.verdict is Verdict.NOT_RUN
+
+
+def test_a_case_lost_in_emulation_decides_nothing_of_bitwise():
+    records = [syn.determinism("turbopair.exact", environment=syn.CPU), syn.determinism("sdpa", seed=1, environment=syn.CPU)]
+    found = claim([*records, ended_determinism(Status.OOM, environment=syn.CPU)], "bitwise")
+    assert found.words == "not run (no GPU; the figures are the CPU emulation's)"
 
 
 def test_bitwise_of_nothing_is_refuted_by_a_peer_only():
@@ -376,6 +462,22 @@ def test_step_speedup_tells_what_attention_alone_gives():
 def test_step_speedup_at_another_crop_is_not_the_claim():
     records = [syn.step(name, crop=384, ranks=16) for name in ("triton", "turbopair")]
     assert claim(records, "step_speedup.triton").words == "not run (no step time of OpenFold3 Triton or turbopair at crop 768)"
+
+
+@pytest.mark.parametrize("baseline", ["triton", "cuequivariance"])
+def test_a_step_that_only_the_baseline_could_do_has_no_speedup(baseline):
+    key, name = f"step_speedup.{baseline}", summary.label(baseline)
+    records = [syn.step(baseline, ranks=16), syn.step("turbopair", 384, ranks=16)]
+    found = claim([*records, ended("turbopair", Status.OOM)], key)
+    assert found.words == "not reproduced (no step time of turbopair at crop 768: oom: why)" and found.cases == "1 crop"
+    assert found.measured == f"turbopair \u2013, {name} 9 s"
+    # what was not run decides nothing, nor what neither could do, nor what the baseline lost; all are told
+    told = claim([*records, ended("turbopair", Status.CANCELLED)], key)
+    assert told.words == "not run (no step time of turbopair at crop 768: cancelled: why)"
+    neither = claim([records[1], ended("turbopair", Status.OOM), ended(baseline, Status.OOM)], key)
+    assert neither.words == f"not run (no step time of {name} or turbopair at crop 768: oom: why)"
+    ahead = claim([syn.step("turbopair", ranks=16), ended(baseline, Status.OOM)], key)
+    assert ahead.words == f"not run (no step time of {name} at crop 768: oom: why)"
 
 
 def test_step_in_wall_time_says_so():

@@ -1,9 +1,13 @@
 """Records that hold what no experiment of this program writes: the tables of the rest are made all the same."""
 
+import math
+
 import pytest
 import synthetic as syn
+import torch
 
-from pipeline import summary
+from pipeline import claims, summary
+from pipeline.experiments import accuracy
 from pipeline.records import Status
 from pipeline.tables import build, write_all
 
@@ -27,6 +31,39 @@ def test_a_metric_of_the_wrong_kind_is_a_failed_row_that_names_it(name, value):
     assert reasons.pop("flex").startswith(f"failed: {name} is {value!r:.40}, not ") and list(reasons.values()) == [None]
     ended = odd.model_copy(update={"status": Status.OOM, "reason": "too large"})
     assert list(summary.frame([ended])["reason"]) == ["too large"]  # as it was
+
+
+@pytest.mark.parametrize("value", ["x", math.inf])
+@pytest.mark.parametrize("experiment", ["accuracy", "determinism", "ablation", "step_time"])
+def test_a_damaged_record_is_no_defeat(experiment, value):
+    """Of a case that others have numbers of: the claims are those without the record, which is told."""
+    own = "turbopair" if experiment == "step_time" else "turbopair.paper"
+    peer = {"step_time": "triton", "ablation": "turbopair.plain"}.get(experiment, "sdpa")
+    make = {"accuracy": syn.accuracy, "determinism": syn.determinism}.get(experiment, lambda *a: syn.accuracy(*a, experiment="ablation"))
+    sizes = (384, 768)
+    good = [make(name, n) if experiment != "step_time" else syn.step(name, n, 5.0 + (name == peer)) for name in (own, peer) for n in sizes]
+    bad = good[1].model_copy(update={"metrics": {**good[1].metrics, "peak_bytes": value}})
+    without, damaged = (
+        {c.key: c for c in claims.evaluate(summary.frame(records, [record.cell for record in good]))}
+        for records in ([good[0], *good[2:]], [good[0], bad, *good[2:]])
+    )
+    assert {key: c.verdict for key, c in damaged.items()} == {key: c.verdict for key, c in without.items()}
+    assert any(f"failed: peak_bytes is {value!r}, not a usable number" in c.scope for c in damaged.values())
+    # the same case lost by the implementation itself refutes a claim
+    lost = bad.model_copy(update={"status": Status.OOM, "reason": "too large"})
+    found = {c.key: c.verdict for c in claims.evaluate(summary.frame([good[0], lost, *good[2:]]))}
+    assert found != {key: c.verdict for key, c in without.items()}
+
+
+def test_an_error_against_a_floor_of_zero_has_no_ratio():
+    """A result that bf16 holds exactly; the record is whole, and its tables have a dash there."""
+    true = torch.ones(8, 4, dtype=torch.float64)
+    found = accuracy.metrics({"out": accuracy.error_of("out", true + 0.01, true)}, {"dbias": true}, "dbias")
+    assert found["floor.out"] == 0 and "ratio.out" not in found and found["rmse.out"] == pytest.approx(0.01)
+    good = syn.accuracy("sdpa")
+    metrics = {name: value for name, value in good.metrics.items() if name != "ratio.dq"} | {"floor.dq": 0.0}
+    (row,) = build("accuracy", [good.model_copy(update={"metrics": metrics})]).sections[0].rows
+    assert row.reason is None and row.values["ratio.dq"].text == "\u2013" and row.values["rmse.dq"].raw
 
 
 def test_metrics_that_nothing_reads_may_be_anything():

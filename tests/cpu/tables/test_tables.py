@@ -429,7 +429,10 @@ def waiting(record, factor):
 
 @pytest.mark.parametrize(("quick", "slow", "best"), [(1, 1.2, "turbopair.paper"), (1, 1.08, "turbopair.paper"), (2, 1, None)])
 def test_a_time_in_which_the_gpu_waits_for_the_host_is_not_compared(quick, slow, best):
-    """Nor is another called the fastest that may not be: turbopair's parts are faster than cuEquivariance (the third case)."""
+    """On a CPU nothing is said: there the host does the work.
+
+    Nor is another called the fastest that may not be: turbopair's parts are faster than cuEquivariance (the third case).
+    """
     paper, other = waiting(syn.timing("turbopair.paper"), quick), waiting(syn.timing("cuequivariance"), slow)
     errors = [syn.accuracy(name) for name in ("eager", "turbopair.paper", "cuequivariance")]
     section = build("kernel_time", [syn.timing("eager"), paper, other, *errors]).sections[0]
@@ -439,6 +442,15 @@ def test_a_time_in_which_the_gpu_waits_for_the_host_is_not_compared(quick, slow,
         assert ("speedup" in row.values) == (factor <= 1.1)
         assert row.values["ms.both"].best == (name == best)
         assert row.values["ms.backward"].best == (name == "turbopair.paper")
+    on_cpu = build("kernel_time", [waiting(syn.timing("sdpa", environment=syn.CPU), slow), syn.accuracy("sdpa", environment=syn.CPU)])
+    assert on_cpu.sections[0].rows[0].remark is None
+
+
+def test_a_time_whose_record_counts_waits_is_not_compared():
+    slow = syn.timing("sdpa")
+    slow = slow.model_copy(update={"metrics": {**slow.metrics, "host_waits": 3}})
+    row = kernel_row([slow, syn.accuracy("sdpa")], "sdpa")
+    assert row.remark == "fwd+bwd waits for the host" and not row.values["ms.both"].best
 
 
 def test_large_spread_and_throttling_are_said():
