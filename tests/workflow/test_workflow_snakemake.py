@@ -272,13 +272,14 @@ def wait_for(condition: Any, seconds: float = 60) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("ignored", [["SIGTERM"], ["SIGTERM", "SIGINT"]])
-def test_it_insists_when_snakemake_does_not_stop(run: Any, ignored: list[str]) -> None:
+@pytest.mark.parametrize(("ignored", "last"), [(["SIGTERM"], 15), (["SIGTERM", "SIGINT"], 1)])
+def test_it_insists_when_snakemake_does_not_stop(run: Any, ignored: list[str], last: int) -> None:
+    """``last``: seconds until the last signal, of which one that ends before it needs few."""
     ignore = "".join(f"signal.signal(signal.{name}, signal.SIG_IGN)\n" for name in ignored)
     (run.folder / "snakemake.py").write_text(f"import signal, time\n{ignore}print('ready', flush=True)\ntime.sleep(60)\n")
     launcher = (
         "import signal, sys\nfrom pipeline import workflow\n"
-        "workflow.INSIST = ((0.2, signal.SIGINT), (1.0, signal.SIGKILL))\nsys.exit(workflow.snakemake([]))"
+        f"workflow.INSIST = ((0.2, signal.SIGINT), ({last}, signal.SIGKILL))\nsys.exit(workflow.snakemake([]))"
     )
     environment = run.environment | {"PYTHONPATH": f"{run.folder}:{REPOSITORY}"}
     with subprocess.Popen(
@@ -289,7 +290,7 @@ def test_it_insists_when_snakemake_does_not_stop(run: Any, ignored: list[str]) -
         _, error = process.communicate(timeout=20)
     assert process.returncode == 128 + signal.SIGTERM
     sent = re.findall(r"did not stop within (\S+) s; sent (\w+) to it and its commands", error)
-    assert sent == [("0.2", "SIGINT"), ("1", "SIGKILL")][: len(ignored)]
+    assert sent == [("0.2", "SIGINT"), (str(last), "SIGKILL")][: len(ignored)]
     assert error.splitlines()[-1] == "stopped; the same command carries on with what is left"
 
 
