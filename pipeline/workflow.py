@@ -38,6 +38,8 @@ def snakemake(arguments: Sequence[str]) -> int:
     """Run ``snakemake`` with ``arguments``, all passed on unchanged; returns its exit status (128 + signal when stopped)."""
     stopped: list[int] = []
     timers: list[threading.Timer] = []
+    # Whoever starts this in the background of a script has it ignore SIGINT, and Snakemake would inherit that; a handler is not inherited.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen([sys.executable, "-m", "snakemake", *arguments], start_new_session=True)
 
     def send(number: int) -> None:
