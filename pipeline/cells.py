@@ -51,6 +51,10 @@ TABLES: dict[str, tuple[Experiment, Operator]] = {
 _SIZES = tuple(dict.fromkeys(name for names in FIELDS.values() for name in names))
 
 
+#: What the name of an implementation may be, as a regular expression: files are named by it.
+NAME = r"^[A-Za-z0-9_.+]+$"
+
+
 class Cell(BaseModel):
     """One unit of work: an experiment with one implementation on one input case.
 
@@ -63,7 +67,7 @@ class Cell(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     experiment: Experiment = Field(description="what is measured")
-    implementation: str = Field(description="name in the registry of implementations", pattern=r"^[A-Za-z0-9_.+]+$")
+    implementation: str = Field(description="name in the registry of implementations", pattern=NAME)
     operator: Operator = "triangle_attention"
     n: int = Field(ge=1, description="sequence length (rows and keys), or the crop of a training step")
     slices: int | None = Field(default=None, ge=1, description="number of slices I that share the bias")

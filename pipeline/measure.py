@@ -76,21 +76,10 @@ class CudaStopwatch:
         # Twice the L2 (50 MB on Hopper), and never less than 256 MB: nothing of the inputs stays cached.
         size = max(1 << 28, 2 * torch.cuda.get_device_properties(device).L2_cache_size)
         self._flush = torch.empty(size, dtype=torch.int8, device=device)
-        once = min(self._flush_ms() for _ in range(5))  # the first one loads the kernel, and any may be held up
+        flush = Step(lambda _: self._flush.zero_())
+        once = max(1e-3, min(self._once(flush, passes=0)[0] for _ in range(5)))  # the first one loads the kernel, and any may be held up
         self.waits = 0
         self._passes = [max(1, round(head_start / once)) for head_start in self.HEAD_STARTS_MS]
-
-    def _flush_ms(self) -> float:
-        start, stop = self._events()
-        start.record()
-        self._flush.zero_()
-        stop.record()
-        stop.synchronize()
-        return max(float(start.elapsed_time(stop)), 1e-3)
-
-    @staticmethod
-    def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
     def milliseconds(self, step: Step) -> float:
         """Prepare and run ``step``; the time of its run in milliseconds."""
@@ -104,7 +93,7 @@ class CudaStopwatch:
     def _once(self, step: Step, passes: int) -> tuple[float, bool]:
         """Milliseconds, and whether the GPU reached the timed region before the host was done with it."""
         argument = step.prepare()
-        start, stop = self._events()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(self._device)
         for _ in range(passes):
             self._flush.zero_()

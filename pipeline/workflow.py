@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+from argparse import Namespace
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,9 +76,7 @@ def values(config: Mapping[str, Any], arguments: Sequence[str]) -> dict[str, str
 
     ``arguments`` are Snakemake's own; those of the processes that it starts itself are encoded, and are not for this.
     """
-    from snakemake.cli import get_argument_parser
-
-    written = get_argument_parser().parse_known_args(arguments)[0].config or []
+    written = _options(arguments).config or []
     read_by_snakemake = {key: str(value) for key, value in config.items() if value is not None}
     return read_by_snakemake | dict(item.split("=", 1) for item in written)
 
@@ -100,9 +99,7 @@ def check(config: ExperimentConfig, site: Site, results: Path, arguments: Sequen
 
     ``arguments`` are Snakemake's own: it has not read its targets when it reads the Snakefile. ``rules`` may be targets.
     """
-    from snakemake.cli import get_argument_parser
-
-    targets = get_argument_parser().parse_known_args(arguments)[0].targets
+    targets = _options(arguments).targets
     for target in targets:
         if target not in rules and "/" not in target:  # every file of the workflow is in a folder
             _refuse(f"no target {target!r}{nearest(target, rules)}; there are {', '.join(rules)}")
@@ -113,6 +110,12 @@ def check(config: ExperimentConfig, site: Site, results: Path, arguments: Sequen
         folder = RunFolder(results)
         folder.refuse_archive()
         folder.refuse_other(config)
+
+
+def _options(arguments: Sequence[str]) -> Namespace:
+    from snakemake.cli import get_argument_parser
+
+    return get_argument_parser().parse_known_args(arguments)[0]
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from pipeline.cells import Cell
+from pipeline.cells import NAME
 from pipeline.inputs import Case, Inputs
 from pipeline.loading import ConfigError
 from pipeline.measure import quiet_profile
@@ -166,7 +166,6 @@ class Implementation(ABC):
             ) from error
 
 
-_NAME = re.compile(Cell.model_json_schema()["properties"]["implementation"]["pattern"])
 #: by operator and name
 registered: dict[tuple[str, str], Implementation] = {}
 _Class = TypeVar("_Class", bound=type[Implementation])
@@ -180,7 +179,7 @@ def register(cls: _Class) -> _Class:
 
 def add(implementation: Implementation) -> None:
     """Make one implementation known under its operator and name. Raises :class:`ConfigError` for a name that is taken, or is none."""
-    if not _NAME.fullmatch(implementation.name):
+    if not re.fullmatch(NAME, implementation.name):
         raise ConfigError(
             f"{type(implementation)}: name = {implementation.name!r} is not accepted; a name is of letters, digits, '_', '.' and '+', "
             f"because files are named by it: change it, such as to {re.sub(r'[^A-Za-z0-9_.+]+', '_', implementation.name) or 'mine'!r}"
